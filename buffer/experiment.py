@@ -1,0 +1,197 @@
+"""One YAML file is one experiment: how it is read, and the parts of it that every service needs.
+
+A service declares which sections it reads as fields of an `Experiment` subclass; `load` merges overrides,
+interpolates, checks, and turns every mistake into one line that names the key. Imports no torch, so that a
+typo is told at once.
+"""
+
+import difflib
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar
+
+import yaml
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+SECTIONS = (
+    "name", "run_dir", "seed", "model", "data", "rollout", "buffer", "learner", "sync", "eval", "logging",
+)  # fmt: skip
+"""Every top-level key an experiment file may have, whoever reads it."""
+
+
+class ConfigError(ValueError):
+    """A mistake in an experiment file or an override; its text is one line per mistake, fit to print."""
+
+
+class Section(BaseModel):
+    """Base of every config section: immutable, and an unknown key is an error."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+
+class ModelConfig(Section):
+    path: str
+    """Hugging Face folder: config.json, safetensors, tokenizer."""
+    max_length: int = Field(default=1024, ge=8)
+    """Longest sequence in tokens, prompt and completion together."""
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    """Of the weights in the engine and in the learner's forward pass; master weights are always float32."""
+
+
+class JsonlSource(Section):
+    kind: Literal["jsonl"]
+    path: str
+    """A file of one JSON object a line: `prompt` (text or chat messages), optional `answer`, `metadata`."""
+
+
+class FunctionSource(Section):
+    kind: Literal["function"]
+    path: str
+    """`package.module:function`; called with `args`, returns a list of rows of the same shape as JSONL's."""
+    args: dict[str, Any] = {}
+
+
+class ReasoningGymSource(Section):
+    kind: Literal["reasoning_gym"]
+    dataset: str
+    """Name of a reasoning-gym dataset; rows are scored by the dataset's own verifier."""
+    size: int = Field(default=1000, ge=1)
+    args: dict[str, Any] = {}
+
+
+PromptSource = Annotated[JsonlSource | FunctionSource | ReasoningGymSource, Field(discriminator="kind")]
+
+
+class DataConfig(Section):
+    train: PromptSource
+    epochs: int | None = Field(default=None, ge=1)
+    """Passes over the prompts; null goes round until the learner has made its steps."""
+    shuffle: bool = True
+    system_prompt: str | None = None
+    """Put before every chat prompt that has no system message of its own."""
+
+
+class EvalConfig(Section):
+    source: PromptSource
+    samples: int = Field(default=4, ge=1)
+    """Completions per prompt."""
+    every: int | None = Field(default=None, ge=1)
+    """Policy versions between evaluations; null evaluates only before the first and after the last step."""
+    temperature: float = Field(default=1.0, ge=0)
+    max_tokens: int | None = Field(default=None, ge=1)
+    """null takes the rollout's."""
+    target: float | None = None
+    """Mean score the last evaluation should reach; the summary says whether it did."""
+
+
+class LoggingConfig(Section):
+    tensorboard: bool = True
+    samples_every: int = Field(default=10, ge=1)
+    """Steps between the rollouts written to `samples.jsonl`."""
+    level: Literal["DEBUG", "INFO", "WARNING"] = "INFO"
+
+
+class Experiment(Section):
+    """What every service reads; a service's own class adds its sections."""
+
+    name: str
+    run_dir: str
+    """Everything the run writes lies here."""
+    seed: int = 1
+
+
+E_ = TypeVar("E_", bound=Experiment)
+
+
+def load(path: str | Path, overrides: list[str], schema: type[E_]) -> E_:
+    """Read an experiment file.
+
+    Args:
+        path: The YAML file; `base: other.yaml` in it, relative to it, is read first and merged under it.
+        overrides: `section.key=value` texts, in OmegaConf's dotlist syntax; they win over the file.
+        schema: The sections to check; known sections that it lacks are left unread.
+
+    Raises:
+        ConfigError: One line per mistake: file, key, what was expected.
+    """
+    merged = _merge(Path(path), overrides)
+    for key in merged:
+        if key not in SECTIONS:
+            raise ConfigError(f"{path}: {key}: unknown section{_nearest(str(key), SECTIONS)}")
+    wanted = {key: merged[key] for key in schema.model_fields if key in merged}
+    try:
+        return schema.model_validate(wanted)
+    except ValidationError as error:
+        raise ConfigError("\n".join(_explain(path, e, schema) for e in error.errors())) from None
+
+
+def _merge(path: Path, overrides: list[str]) -> dict[str, Any]:
+    for text in overrides:
+        if "=" not in text:
+            raise ConfigError(f"override {text!r}: expected section.key=value")
+    try:
+        layers = [OmegaConf.load(p) for p in _chain(path)]
+        config = OmegaConf.merge(*layers, OmegaConf.from_dotlist(overrides))
+        resolved = OmegaConf.to_container(config, resolve=True)
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: no such file") from None
+    except (yaml.YAMLError, OmegaConfBaseException, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: {' '.join(str(error).split())}") from None
+    if not isinstance(resolved, dict):
+        raise ConfigError(f"{path}: expected a mapping of sections, found {type(resolved).__name__}")
+    return {str(k): v for k, v in resolved.items() if k != "base"}
+
+
+def _chain(path: Path) -> list[Path]:
+    """The files to merge, base first. Refuses a ring of bases."""
+    chain = [path]
+    while True:
+        raw = yaml.safe_load(chain[0].read_text())
+        base = raw.get("base") if isinstance(raw, dict) else None
+        if base is None:
+            return chain
+        parent = chain[0].parent / str(base)
+        if parent in chain:
+            raise ConfigError(f"{path}: base: {parent} includes itself")
+        chain.insert(0, parent)
+
+
+def _explain(path: str | Path, error: Any, schema: type[BaseModel]) -> str:
+    where = ".".join(str(part) for part in error["loc"])
+    if error["type"] == "extra_forbidden":
+        return f"{path}: {where}: unknown key{_nearest(str(error['loc'][-1]), _siblings(error['loc'], schema))}"
+    given = "" if error["type"] == "missing" else f", got {error['input']!r}"
+    return f"{path}: {where or schema.__name__}: {error['msg']}{given}"
+
+
+def _siblings(loc: tuple[Any, ...], schema: type[BaseModel]) -> list[str]:
+    """The keys that were allowed where the unknown one stands."""
+    model: Any = schema
+    for part in loc[:-1]:
+        fields = getattr(model, "model_fields", {})
+        candidates = [fields[part].annotation] if part in fields else _arms(model)
+        models = [m for c in candidates for m in _arms(c)]
+        tagged = [m for m in models if part == _tag(m)]
+        model = (tagged or models or [model])[0]
+    return list(getattr(model, "model_fields", {}))
+
+
+def _arms(annotation: Any) -> list[Any]:
+    """The models in an annotation: itself, or the arms of a union."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return [m for arm in getattr(annotation, "__args__", ()) for m in _arms(arm)]
+
+
+def _tag(model: type[BaseModel]) -> Any:
+    kind = model.model_fields.get("kind")
+    return getattr(kind.annotation, "__args__", (None,))[0] if kind else None
+
+
+def _nearest(key: str, known: Any) -> str:
+    known = list(known)
+    close = difflib.get_close_matches(key, known, n=3, cutoff=0.5)
+    if close:
+        return f"; did you mean {' or '.join(close)}?"
+    return f"; known here: {', '.join(sorted(known))}"

@@ -1,0 +1,1 @@
+"""The command line, and the supervisor that runs every service on one machine."""

@@ -1,0 +1,131 @@
+"""The learner's section of the experiment file."""
+
+from typing import Literal, Self
+
+from pydantic import ConfigDict, Field, model_validator
+
+from buffer.config import BufferConfig
+from buffer.experiment import Experiment, LoggingConfig, ModelConfig, Section
+from sync.config import SyncConfig
+
+
+class ParallelConfig(Section):
+    """Megatron's layout; the data-parallel size is what is left of the world size."""
+
+    tensor: int = Field(default=1, ge=1)
+    pipeline: int = Field(default=1, ge=1)
+    distributed_optimizer: bool = False
+    """Shard optimizer state over the data-parallel ranks (ZeRO-1)."""
+
+
+class OptimizerConfig(Section):
+    lr: float = Field(default=1e-6, gt=0)
+    min_lr: float = Field(default=0.0, ge=0)
+    """Where the schedule ends."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    warmup_steps: int = Field(default=0, ge=0)
+    weight_decay: float = Field(default=0.0, ge=0)
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = Field(default=1e-8, gt=0)
+    clip_grad: float = Field(default=1.0, ge=0)
+    """Global gradient norm; 0 does not clip."""
+
+
+class CorrectionConfig(Section):
+    """What is done about ρ = π_proximal / π_behavior, the distance between the learner and the sampling policy."""
+
+    kind: Literal["decoupled", "bypass"] = "decoupled"
+    """decoupled: PPO's ratio is to the proximal policy and ρ weighs it (arXiv 2110.00641); bypass: PPO's ratio is to
+    the behavior policy and there is no ρ."""
+    mask_low: float = Field(default=0.5, ge=0)
+    mask_high: float = Field(default=5.0, gt=0)
+    """Tokens whose ρ lies outside [mask_low, mask_high] are not trained."""
+    veto: float = Field(default=1e-4, ge=0)
+    """A sequence with any token whose ρ is below this is not trained; 0 never vetoes."""
+
+
+class KLConfig(Section):
+    """Distance to the frozen reference model, as a loss term."""
+
+    coefficient: float = Field(default=0.0, ge=0)
+    """0 loads no reference model."""
+    estimator: Literal["k1", "k2", "k3"] = "k3"
+
+
+class AlgorithmConfig(Section):
+    advantage: Literal["grpo", "dr_grpo", "rloo", "reinforce_plus_plus"] = "grpo"
+    loss: Literal["ppo", "reinforce"] = "ppo"
+    clip_low: float = Field(default=0.2, ge=0)
+    clip_high: float = Field(default=0.2, ge=0)
+    """PPO's ratio is clipped to [1 - clip_low, 1 + clip_high]."""
+    aggregate: Literal["token", "sequence", "constant"] = "token"
+    """Loss is the mean over the batch's trained tokens; the mean over sequences of each one's token mean; or the sum
+    divided by sequences · max_length (Dr.GRPO, arXiv 2503.20783)."""
+    correction: CorrectionConfig = CorrectionConfig()
+    kl: KLConfig = KLConfig()
+    entropy: float = Field(default=0.0, ge=0)
+    """Coefficient of the entropy bonus."""
+
+
+class CheckpointConfig(Section):
+    every: int = Field(default=10, ge=1)
+    """Steps between checkpoints; the last step always has one."""
+    keep: int = Field(default=2, ge=1)
+    export: bool = True
+    """Write the trained model as a Hugging Face folder at the end."""
+
+
+class LearnerConfig(Section):
+    steps: int = Field(default=100, ge=1)
+    """Policy versions to make."""
+    updates_per_batch: int = Field(default=1, ge=1)
+    """Optimizer steps per batch, each on its share of the groups."""
+    tokens_per_microbatch: int = Field(default=4096, ge=64)
+    """Tokens of one forward pass, completions packed behind their shared prompt; a larger group goes alone."""
+    processes: int = Field(default=1, ge=1)
+    """How many ranks `slipstream run` starts on this machine."""
+    threads: int | None = Field(default=None, ge=1)
+    """CPU only: threads of each rank; null takes every core divided by the ranks."""
+    batch_timeout_s: float = Field(default=3600.0, gt=0)
+    """No batch for this long ends the run with a diagnosis."""
+    recompute: bool = False
+    """Recompute activations in the backward pass (gradient checkpointing)."""
+    parallel: ParallelConfig = ParallelConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+
+    @model_validator(mode="after")
+    def _layout_fits(self) -> Self:
+        cells = self.parallel.tensor * self.parallel.pipeline
+        if self.processes % cells:
+            raise ValueError(
+                f"processes {self.processes} is not a multiple of tensor · pipeline = {cells}; "
+                f"set learner.processes={cells} or change learner.parallel"
+            )
+        return self
+
+
+class Sampling(Section):
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+    temperature: float = Field(default=1.0, gt=0)
+    max_tokens: int = Field(default=256, ge=1)
+
+
+class SampledBy(Section):
+    """The facts of the rollout section that the learner's formulas depend on; the rest is not its business."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+    group_size: int = Field(default=8, ge=1)
+    sampling: Sampling = Sampling()
+
+
+class LearnerExperiment(Experiment):
+    model: ModelConfig
+    buffer: BufferConfig = BufferConfig()
+    rollout: SampledBy = SampledBy()
+    learner: LearnerConfig = LearnerConfig()
+    sync: SyncConfig = SyncConfig()
+    logging: LoggingConfig = LoggingConfig()

@@ -1,0 +1,1 @@
+"""The rollout server: one vLLM engine that takes prompts on lease, generates, scores and returns groups."""

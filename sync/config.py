@@ -1,0 +1,22 @@
+"""The sync section of the experiment file. Plain pydantic: this package imports nothing of the other houses."""
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class SyncConfig(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+    address: str = "tcp://127.0.0.1:5702"
+    """Where the learner's publisher listens for members; off loopback only with keys."""
+    backend: Literal["auto", "gloo", "nccl"] = "auto"
+    """Of the broadcast group; auto takes nccl where learner and engine have CUDA."""
+    bucket_mib: int | None = Field(default=None, ge=1)
+    """Bytes broadcast at a time; null takes 64 on CPU and 512 on GPU."""
+    join_timeout_s: float = Field(default=300.0, gt=0)
+    """How long the first publish waits for the first member."""
+    transfer_timeout_s: float = Field(default=60.0, gt=0)
+    """Deadline of each phase of a publish: regroup, each bucket, load."""
+    heartbeat_timeout_s: float = Field(default=30.0, gt=0)
+    """A member silent for this long is evicted."""
