@@ -1,0 +1,213 @@
+"""Which Hugging Face architectures the learner trains, and what each one's config means to Megatron.
+
+A `Family` is read from config.json alone; nothing here loads weights. What is not supported is refused in one line,
+never approximated.
+"""
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from learner.config import ParallelConfig
+
+ARCHITECTURES = {
+    "LlamaForCausalLM": (False, False),  # SmolLM is Llama by another name
+    "MistralForCausalLM": (False, False),
+    "Qwen2ForCausalLM": (True, False),
+    "Qwen3ForCausalLM": (False, True),
+}
+"""Architecture → (bias on q, k and v; RMSNorm on each head of q and k)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rope:
+    """Rotary embedding: inverse frequencies are theta^(-2i/d), stretched for long contexts as Llama 3 does."""
+
+    theta: float
+    llama3: tuple[float, float, float, int] | None = None
+    """factor, low_freq_factor, high_freq_factor, original_max_position_embeddings."""
+
+    def inverse_frequencies(self, head_dim: int) -> torch.Tensor:
+        """Float32 [head_dim / 2], in radians per position."""
+        exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
+        frequencies = 1.0 / (self.theta**exponents)
+        if self.llama3 is None:
+            return frequencies
+        factor, low, high, original = self.llama3
+        wavelengths = 2 * math.pi / frequencies
+        # 0 where waves are longer than original/low (fully stretched), 1 where shorter than original/high (kept).
+        kept = ((original / wavelengths - low) / (high - low)).clamp(0, 1)
+        return (1 - kept) * frequencies / factor + kept * frequencies
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """A dense decoder as Megatron needs it described."""
+
+    architecture: str
+    layers: int
+    hidden: int
+    ffn: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+    max_positions: int
+    norm_eps: float
+    rope: Rope
+    tied: bool
+    """The output layer is the embedding."""
+    qkv_bias: bool
+    qk_norm: bool
+
+    def padded_vocab(self, tensor: int) -> int:
+        """Rows of the embedding after padding to a multiple of the tensor-parallel size."""
+        return -(-self.vocab // tensor) * tensor
+
+    def check_layout(self, parallel: ParallelConfig) -> None:
+        """Refuse a layout that does not divide the model.
+
+        Raises:
+            ValueError: Says which count and which sizes would work.
+        """
+        for what, count in (
+            ("attention heads", self.heads),
+            ("key-value heads", self.kv_heads),
+            ("ffn", self.ffn),
+        ):
+            if count % parallel.tensor:
+                fitting = [
+                    n for n in range(1, 17) if not (self.heads % n or self.kv_heads % n or self.ffn % n)
+                ]
+                raise ValueError(
+                    f"learner.parallel.tensor={parallel.tensor} does not divide the model's {count} {what}; "
+                    f"use one of {', '.join(map(str, fitting))}"
+                )
+        if self.layers % parallel.pipeline:
+            fitting = [n for n in range(1, self.layers + 1) if self.layers % n == 0]
+            raise ValueError(
+                f"learner.parallel.pipeline={parallel.pipeline} does not divide the model's {self.layers} layers; "
+                f"use one of {', '.join(map(str, fitting))}"
+            )
+
+    def transformer_config(self, parallel: ParallelConfig, dtype: torch.dtype, recompute: bool) -> Any:
+        """Megatron's TransformerConfig for this model in this layout."""
+        from megatron.core.transformer.transformer_config import TransformerConfig
+
+        checkpointing: dict[str, Any] = {}
+        if recompute:
+            checkpointing = {
+                "recompute_granularity": "full",
+                "recompute_method": "uniform",
+                "recompute_num_layers": 1,
+            }
+        return TransformerConfig(
+            num_layers=self.layers,
+            hidden_size=self.hidden,
+            ffn_hidden_size=self.ffn,
+            num_attention_heads=self.heads,
+            num_query_groups=self.kv_heads,
+            kv_channels=self.head_dim,
+            normalization="RMSNorm",
+            layernorm_epsilon=self.norm_eps,
+            qk_layernorm=self.qk_norm,
+            add_bias_linear=False,
+            add_qkv_bias=self.qkv_bias,
+            gated_linear_unit=True,
+            activation_func=F.silu,
+            hidden_dropout=0.0,
+            attention_dropout=0.0,
+            tensor_model_parallel_size=parallel.tensor,
+            pipeline_model_parallel_size=parallel.pipeline,
+            pipeline_dtype=dtype,
+            params_dtype=dtype,
+            bf16=dtype == torch.bfloat16,
+            # Micro-batches differ in length, so pipeline stages tell each other the shape.
+            variable_seq_lengths=parallel.pipeline > 1,
+            # Weights come from the checkpoint: allocate them where they will live and fill nothing.
+            use_cpu_initialization=not torch.cuda.is_available(),
+            perform_initialization=False,
+            gradient_accumulation_fusion=False,
+            masked_softmax_fusion=False,
+            persist_layer_norm=False,
+            bias_activation_fusion=False,
+            bias_dropout_fusion=False,
+            **checkpointing,
+        )
+
+
+def read(path: str | Path) -> Family:
+    """Read the family of a Hugging Face folder.
+
+    Raises:
+        ValueError: No config.json, an architecture or a feature that is not supported.
+    """
+    file = Path(path) / "config.json"
+    if not file.exists():
+        raise ValueError(f"model.path: {file} does not exist; expected a Hugging Face folder")
+    return from_config(json.loads(file.read_text()), str(file))
+
+
+def from_config(config: dict[str, Any], where: str) -> Family:
+    """The family that a parsed config.json describes; `where` names it in errors."""
+    (architecture, *_) = config.get("architectures") or ["none"]
+    if architecture not in ARCHITECTURES:
+        raise ValueError(
+            f"{where}: architecture {architecture} is not supported; one of {', '.join(ARCHITECTURES)}"
+        )
+    _refuse_unsupported(config, where)
+    qkv_bias, qk_norm = ARCHITECTURES[architecture]
+    heads = config["num_attention_heads"]
+    return Family(
+        architecture=architecture,
+        layers=config["num_hidden_layers"],
+        hidden=config["hidden_size"],
+        ffn=config["intermediate_size"],
+        heads=heads,
+        kv_heads=config.get("num_key_value_heads") or heads,
+        head_dim=config.get("head_dim") or config["hidden_size"] // heads,
+        vocab=config["vocab_size"],
+        max_positions=config["max_position_embeddings"],
+        norm_eps=config["rms_norm_eps"],
+        rope=_rope(config, where),
+        tied=bool(config.get("tie_word_embeddings", False)),
+        qkv_bias=qkv_bias,
+        qk_norm=qk_norm,
+    )
+
+
+def _refuse_unsupported(config: dict[str, Any], where: str) -> None:
+    if config.get("hidden_act", "silu") != "silu":
+        raise ValueError(f"{where}: hidden_act {config['hidden_act']} is not supported; only silu")
+    for key in ("attention_bias", "mlp_bias"):
+        if config.get(key):
+            raise ValueError(f"{where}: {key} true is not supported")
+    windowed = config.get("sliding_window") and config.get("use_sliding_window", True)
+    if windowed and config["sliding_window"] < config["max_position_embeddings"]:
+        raise ValueError(
+            f"{where}: sliding_window {config['sliding_window']} is not supported; "
+            "set it to null if sequences stay shorter than it"
+        )
+
+
+def _rope(config: dict[str, Any], where: str) -> Rope:
+    # transformers 5 writes rope_parameters; older folders have rope_theta beside an optional rope_scaling.
+    fields = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    theta = fields.get("rope_theta") or config.get("rope_theta", 10000.0)
+    kind = fields.get("rope_type") or fields.get("type") or "default"
+    if kind == "default":
+        return Rope(float(theta))
+    if kind != "llama3":
+        raise ValueError(f"{where}: rope type {kind} is not supported; default or llama3")
+    stretch = (
+        float(fields["factor"]),
+        float(fields["low_freq_factor"]),
+        float(fields["high_freq_factor"]),
+        int(fields["original_max_position_embeddings"]),
+    )
+    return Rope(float(theta), stretch)

@@ -1,0 +1,170 @@
+"""The learner's processes: torch.distributed and Megatron's groups, and where this process stands in them.
+
+Under torchrun the world comes from its environment; without it this is a world of one process.
+"""
+
+import os
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from learner import cpu_backend
+from learner.config import ParallelConfig
+
+
+def initialize(parallel: ParallelConfig, seed: int = 1, timeout_s: float = 1800.0) -> None:
+    """Start the processes' groups and random generators. Collective.
+
+    Args:
+        parallel: Tensor and pipeline sizes; the rest of the world is data parallel.
+        seed: Of the generators; tensor-parallel ranks get distinct streams from it.
+        timeout_s: Longest wait in any collective before the process fails.
+
+    Raises:
+        ValueError: The world size is not a multiple of tensor · pipeline.
+    """
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    cells = parallel.tensor * parallel.pipeline
+    if world % cells:
+        raise ValueError(
+            f"learner.parallel: {world} processes are not a multiple of tensor · pipeline = {cells}; "
+            f"start {cells} or a multiple (torchrun --nproc-per-node)"
+        )
+    if not torch.cuda.is_available():
+        cpu_backend.apply()
+    if not dist.is_initialized():
+        _join_world(timeout_s)
+    # megatron.core is imported late: the CPU backend must be in place before its modules bind names.
+    from megatron.core import parallel_state, tensor_parallel
+
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=parallel.tensor,
+        pipeline_model_parallel_size=parallel.pipeline,
+        distributed_timeout_minutes=max(1, round(timeout_s / 60)),
+    )
+    torch.manual_seed(seed)
+    tensor_parallel.model_parallel_cuda_manual_seed(seed)
+
+
+def _join_world(timeout_s: float) -> None:
+    timeout = timedelta(seconds=timeout_s)
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        # gloo beside nccl: batches are handed round as CPU tensors.
+        backend = "cpu:gloo,cuda:nccl"
+    else:
+        backend = "gloo"
+    if "RANK" in os.environ:
+        dist.init_process_group(backend, timeout=timeout)
+    else:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+
+
+def shutdown() -> None:
+    """Leave the groups. Safe to call twice."""
+    from megatron.core import parallel_state
+
+    if dist.is_initialized():
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()
+
+
+def device() -> torch.device:
+    """Where this process keeps its parameters."""
+    return (
+        torch.device("cuda", torch.cuda.current_device())
+        if torch.cuda.is_available()
+        else torch.device("cpu")
+    )
+
+
+def rank() -> int:
+    return dist.get_rank()
+
+
+def world_size() -> int:
+    return dist.get_world_size()
+
+
+def is_first_stage() -> bool:
+    return pp_rank() == 0
+
+
+def is_last_stage() -> bool:
+    """Whether this process computes logprobs and losses."""
+    return pp_rank() == pp_size() - 1
+
+
+def dp_rank() -> int:
+    from megatron.core import parallel_state
+
+    return parallel_state.get_data_parallel_rank()
+
+
+def dp_size() -> int:
+    from megatron.core import parallel_state
+
+    return parallel_state.get_data_parallel_world_size()
+
+
+def tp_rank() -> int:
+    from megatron.core import parallel_state
+
+    return parallel_state.get_tensor_model_parallel_rank()
+
+
+def tp_size() -> int:
+    from megatron.core import parallel_state
+
+    return parallel_state.get_tensor_model_parallel_world_size()
+
+
+def pp_rank() -> int:
+    from megatron.core import parallel_state
+
+    return parallel_state.get_pipeline_model_parallel_rank()
+
+
+def pp_size() -> int:
+    from megatron.core import parallel_state
+
+    return parallel_state.get_pipeline_model_parallel_world_size()
+
+
+def data_parallel_group() -> dist.ProcessGroup:
+    """The processes that hold the same shard of the model."""
+    from megatron.core import parallel_state
+
+    return parallel_state.get_data_parallel_group()
+
+
+def tensor_parallel_group() -> dist.ProcessGroup:
+    from megatron.core import parallel_state
+
+    return parallel_state.get_tensor_model_parallel_group()
+
+
+def pipeline_group() -> dist.ProcessGroup:
+    from megatron.core import parallel_state
+
+    return parallel_state.get_pipeline_model_parallel_group()
+
+
+def model_parallel_group() -> dist.ProcessGroup:
+    """The processes that together hold one copy of the model; all of them need the same batch shard."""
+    from megatron.core import parallel_state
+
+    return parallel_state.get_model_parallel_group()
+
+
+def model_parallel_source() -> int:
+    """Global rank that hands its model copy's processes their batch shard: first stage, tensor rank 0."""
+    return min(dist.get_process_group_ranks(model_parallel_group()))
+
+
+def last_stage_source() -> int:
+    """Global rank of the last stage in this process's pipeline: who has the losses to tell the other stages."""
+    from megatron.core import parallel_state
+
+    return parallel_state.get_pipeline_model_parallel_last_rank()
