@@ -39,7 +39,7 @@ def values(groups):
 
 
 def contexts(batch: MicroBatch) -> list[tuple[int, tuple[int, ...], int]]:
-    """(sequence, tokens the predicting position attends to, target) of every target, by the segments alone."""
+    """(sequence, tokens the predicting position attends to, target) of every target, by the segments."""
     out = []
     owner: dict[int, tuple[int, int]] = {}
     for s in batch.segments:

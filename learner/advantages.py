@@ -1,0 +1,81 @@
+"""Rewards into advantages. Pure: numbers in, numbers out; one advantage per trajectory, for all its tokens.
+
+r is the rewards of one group, shape [G], in float64. Called by `learner/step.py`; `docs/algorithms.md` has the
+formulas beside their papers.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+Rewards = NDArray[np.float64]
+Kind = Literal["grpo", "dr_grpo", "rloo", "reinforce_plus_plus"]
+
+EPSILON = 1e-5
+"""Added to a standard deviation before dividing by it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Moments:
+    """Sums over the trajectories of a batch; they add up over data-parallel ranks."""
+
+    count: float
+    total: float
+    total_squares: float
+
+    @property
+    def mean(self) -> float:
+        return self.total / max(self.count, 1.0)
+
+    @property
+    def std(self) -> float:
+        """Population standard deviation; 0 for an empty batch."""
+        return float(np.sqrt(max(self.total_squares / max(self.count, 1.0) - self.mean**2, 0.0)))
+
+
+def moments(groups: Sequence[Rewards]) -> Moments:
+    values = np.concatenate([np.zeros(0), *groups])
+    return Moments(float(len(values)), float(values.sum()), float((values**2).sum()))
+
+
+def advantages(kind: Kind, groups: Sequence[Rewards], batch: Moments) -> list[Rewards]:
+    """Advantages of a shard's groups, each of its rewards' shape.
+
+    Args:
+        batch: Moments over all shards; only reinforce_plus_plus looks at them.
+
+    Raises:
+        ValueError: A reward that is not finite.
+    """
+    for number, rewards in enumerate(groups):
+        if not np.isfinite(rewards).all():
+            raise ValueError(
+                f"group {number} of the shard has reward {rewards.tolist()}; expected finite numbers"
+            )
+    if kind == "reinforce_plus_plus":
+        return [reinforce_plus_plus(r, batch) for r in groups]
+    return [{"grpo": grpo, "dr_grpo": dr_grpo, "rloo": rloo}[kind](r) for r in groups]
+
+
+def grpo(r: Rewards) -> Rewards:
+    """(r - mean) / (std + ε), population std (DeepSeekMath, arXiv 2402.03300). A group of one gets 0."""
+    return dr_grpo(r) / (r.std() + EPSILON)
+
+
+def dr_grpo(r: Rewards) -> Rewards:
+    """r - mean (Dr.GRPO, arXiv 2503.20783): no division, which would favour nearly solved prompts."""
+    # The mean of equal numbers may differ from them in the last bit; equal rewards must teach exactly nothing.
+    return np.zeros_like(r) if (r == r[0]).all() else r - r.mean()
+
+
+def rloo(r: Rewards) -> Rewards:
+    """r - mean of the others (arXiv 2402.14740). A group of one has no others and gets 0."""
+    return dr_grpo(r) * (len(r) / max(len(r) - 1, 1))
+
+
+def reinforce_plus_plus(r: Rewards, batch: Moments) -> Rewards:
+    """(r - mean) / (std + ε) over the whole batch's trajectories (REINFORCE++, arXiv 2501.03262)."""
+    return (r - batch.mean) / (batch.std + EPSILON)

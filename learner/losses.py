@@ -1,0 +1,141 @@
+"""The objective: policy loss, distance to the reference, entropy bonus, and what is logged of them.
+
+Shapes: N trained tokens of one micro-batch. Pure functions of tensors and floats. A micro-batch's loss is its
+part of the mean over the global batch (denominators are given), so parts simply add up over micro-batches and
+data-parallel ranks. So do the metrics, except keys ending in `_max`, of which the largest counts.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from learner.config import AlgorithmConfig
+from learner.corrections import bypass, decoupled, log_ratio, ratio, refuse_non_finite
+from learner.packing import MicroBatch
+
+Metrics = dict[str, Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Denominators:
+    """Of the global batch that one optimizer step trains on, over all data-parallel ranks."""
+
+    tokens: float
+    """Trained tokens."""
+    sequences: float
+    """Trajectories with at least one trained token."""
+    max_length: int
+    """Longest sequence there may be, in tokens."""
+
+
+def objective(
+    logprobs: Tensor, entropy: Tensor, batch: MicroBatch, algorithm: AlgorithmConfig, total: Denominators
+) -> tuple[Tensor, Metrics]:
+    """A micro-batch's part of the loss, and its part of the metrics.
+
+    Args:
+        logprobs: float32 [N], log π of the targets at the sampling temperature.
+        entropy: float32 [N], of π at the targets' positions.
+        batch: Its proximal logprobs may be None: then this pass is the proximal policy.
+
+    Raises:
+        NonFiniteLogprob: Names whose logprob it is, and where.
+    """
+    behavior = batch.behavior_logprobs
+    proximal = logprobs.detach() if batch.proximal_logprobs is None else batch.proximal_logprobs
+    for values, whose in ((behavior, "behavior"), (logprobs, "learner"), (proximal, "proximal")):
+        refuse_non_finite(values, whose, batch.sequence_index, batch.target_ids)
+    sequences = torch.unique(batch.sequence_index, return_inverse=True)[1]
+    log_rho = log_ratio(proximal, behavior)
+    rho = log_rho.exp()
+    of = algorithm.correction
+    if of.kind == "decoupled":
+        correction, old = decoupled(rho, sequences, of.mask_low, of.mask_high, of.veto), proximal
+    else:
+        correction, old = bypass(rho), behavior
+    if algorithm.loss == "ppo":
+        policy, clipped = ppo(logprobs, old, batch.advantages, algorithm.clip_low, algorithm.clip_high)
+    else:
+        policy, clipped = reinforce(logprobs, batch.advantages), torch.zeros_like(rho, dtype=torch.bool)
+    per_token = correction.weight * policy
+    if algorithm.entropy:
+        per_token = per_token - correction.keep * algorithm.entropy * entropy
+    metrics: Metrics = {}
+    if batch.reference_logprobs is not None:
+        refuse_non_finite(batch.reference_logprobs, "reference", batch.sequence_index, batch.target_ids)
+        distance = kl(logprobs, batch.reference_logprobs, algorithm.kl.estimator)
+        per_token = per_token + correction.keep * algorithm.kl.coefficient * distance
+        metrics["reference_kl"] = distance
+    loss = aggregate(per_token, batch.weights, sequences, algorithm.aggregate, total)
+    metrics |= {
+        "rho": rho,
+        "rho_squares": rho**2,
+        "behavior_k1": -log_rho,
+        "behavior_k3": rho - 1 - log_rho,
+        "entropy": entropy,
+        "clipped": clipped.float() * correction.keep,
+        "masked": correction.masked.float(),
+        "vetoed": correction.vetoed.float(),
+        "tokens": torch.ones_like(rho),
+    }
+    sums = {name: (values.detach() * batch.weights).double().sum() for name, values in metrics.items()}
+    sums["rho_max"] = (rho * batch.weights).max().double()
+    sums["loss"] = loss.detach().double()
+    return loss, sums
+
+
+def ppo(
+    logprobs: Tensor, old: Tensor, advantages: Tensor, clip_low: float, clip_high: float
+) -> tuple[Tensor, Tensor]:
+    """-min(r·A, clip(r, 1 - low, 1 + high)·A) with r = π / π_old, and where the clipped side is the smaller.
+
+    All [N]; arXiv 1707.06347.
+    """
+    r = ratio(logprobs, old)
+    plain, limited = r * advantages, r.clamp(1 - clip_low, 1 + clip_high) * advantages
+    return -torch.minimum(plain, limited), (limited < plain).detach()
+
+
+def reinforce(logprobs: Tensor, advantages: Tensor) -> Tensor:
+    """-A·log π, [N]; the correction's ρ makes it the importance-weighted policy gradient."""
+    return -advantages * logprobs
+
+
+def kl(logprobs: Tensor, reference: Tensor, estimator: Literal["k1", "k2", "k3"]) -> Tensor:
+    """Per-token estimate [N] of KL(π ‖ reference) from samples of π; joschu.net/blog/kl-approx.html.
+
+    As a loss k1's gradient is zero in expectation; k2's and k3's pull towards the reference.
+    """
+    distance = logprobs - reference
+    if estimator == "k1":
+        return distance
+    if estimator == "k2":
+        return 0.5 * distance**2
+    return ratio(reference, logprobs) - 1 + distance
+
+
+def aggregate(
+    per_token: Tensor,
+    weights: Tensor,
+    sequences: Tensor,
+    how: Literal["token", "sequence", "constant"],
+    total: Denominators,
+) -> Tensor:
+    """This micro-batch's part of the mean over the global batch.
+
+    Args:
+        per_token: [N].
+        weights: [N], 0 for what is there only to fill up.
+        sequences: int64 [N], 0 to B - 1; each sequence lies wholly in this micro-batch.
+        how: `token` divides by the batch's tokens (DAPO, arXiv 2503.14476); `sequence` takes the mean over
+            sequences of each one's token mean (arXiv 2402.03300); `constant` divides by sequences · max_length
+            (arXiv 2503.20783).
+    """
+    if how == "token":
+        return (per_token * weights).sum() / total.tokens
+    if how == "constant":
+        return (per_token * weights).sum() / (total.sequences * total.max_length)
+    lengths = torch.bincount(sequences, weights=weights).clamp(min=1)
+    return (per_token * weights / lengths[sequences]).sum() / total.sequences
