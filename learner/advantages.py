@@ -1,7 +1,7 @@
 """Rewards into advantages. Pure: numbers in, numbers out; one advantage per trajectory, for all its tokens.
 
-r is the rewards of one group, shape [G], in float64. Called by `learner/step.py`; `docs/algorithms.md` has the
-formulas beside their papers.
+r is the rewards of one group, shape [G], in float64. Called by `learner/step.py`; `docs/algorithms.md` has
+the formulas beside their papers.
 """
 
 from collections.abc import Sequence
@@ -53,7 +53,7 @@ def advantages(kind: Kind, groups: Sequence[Rewards], batch: Moments) -> list[Re
     for number, rewards in enumerate(groups):
         if not np.isfinite(rewards).all():
             raise ValueError(
-                f"group {number} of the shard has reward {rewards.tolist()}; expected finite numbers"
+                f"group {number} of the shard: rewards {rewards.tolist()}; expected finite numbers"
             )
     if kind == "reinforce_plus_plus":
         return [reinforce_plus_plus(r, batch) for r in groups]
@@ -67,7 +67,7 @@ def grpo(r: Rewards) -> Rewards:
 
 def dr_grpo(r: Rewards) -> Rewards:
     """r - mean (Dr.GRPO, arXiv 2503.20783): no division, which would favour nearly solved prompts."""
-    # The mean of equal numbers may differ from them in the last bit; equal rewards must teach exactly nothing.
+    # The mean of equal numbers may differ from them in the last bit; equal rewards must teach nothing.
     return np.zeros_like(r) if (r == r[0]).all() else r - r.mean()
 
 

@@ -1,6 +1,6 @@
 """What is done about ρ = π_proximal / μ, the distance between the learner and the policy that sampled.
 
-Shapes: N trained tokens of one micro-batch, B sequences in it. Pure; gradients never flow through anything here.
+Shapes: N trained tokens of one micro-batch, B sequences in it. Pure; gradients flow only through `ratio`.
 Ratios are the exact exp of a float32 log difference.
 """
 
@@ -75,6 +75,6 @@ def refuse_non_finite(logprobs: Tensor, whose: str, sequence_index: Tensor, targ
     if len(bad):
         at = int(bad[0])
         raise NonFiniteLogprob(
-            f"{whose} logprob of token {int(target_ids[at])} in sequence {int(sequence_index[at])} of the shard "
-            f"(target {at} of its micro-batch) is {float(logprobs[at])}; expected a finite number"
+            f"{whose} logprob of token {int(target_ids[at])} in sequence {int(sequence_index[at])} "
+            f"of the shard (target {at} of its micro-batch) is {float(logprobs[at])}; expected a finite number"
         )

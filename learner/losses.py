@@ -130,8 +130,8 @@ def aggregate(
         weights: [N], 0 for what is there only to fill up.
         sequences: int64 [N], 0 to B - 1; each sequence lies wholly in this micro-batch.
         how: `token` divides by the batch's tokens (DAPO, arXiv 2503.14476); `sequence` takes the mean over
-            sequences of each one's token mean (arXiv 2402.03300); `constant` divides by sequences · max_length
-            (arXiv 2503.20783).
+            sequences of each one's token mean (arXiv 2402.03300); `constant` divides by sequences ·
+            max_length (arXiv 2503.20783).
     """
     if how == "token":
         return (per_token * weights).sum() / total.tokens

@@ -68,5 +68,5 @@ def test_moments_of_shards_add_up_to_the_batch():
 
 
 def test_a_reward_that_is_not_a_number_is_refused():
-    with pytest.raises(ValueError, match="group 1 of the shard has reward"):
+    with pytest.raises(ValueError, match="group 1 of the shard: rewards"):
         advantages("grpo", [np.zeros(2), np.array([0.0, math.nan])], NONE)
