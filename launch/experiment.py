@@ -1,0 +1,185 @@
+"""The whole experiment: every section at once, and the checks that need more than one of them.
+
+Each service reads its own sections; the command line reads all of them before it starts any, so that a
+mistake in the learner's section is told in a second and not after the engine has loaded.
+"""
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+
+import yaml
+
+from buffer.config import BufferConfig
+from buffer.experiment import (
+    ConfigError,
+    DataConfig,
+    EvalConfig,
+    Experiment,
+    LoggingConfig,
+    ModelConfig,
+    load,
+)
+from launch.demo_model import MODEL_DIR
+from learner.config import LearnerConfig
+from rollout.config import RolloutConfig
+from sync.config import SyncConfig
+
+SERVICES = ("buffer", "rollout", "learner")
+
+GROUP_RELATIVE = ("grpo", "dr_grpo", "rloo")
+"""Advantages that compare a completion with the others of its prompt."""
+
+
+class WholeExperiment(Experiment):
+    model: ModelConfig
+    data: DataConfig
+    rollout: RolloutConfig = RolloutConfig()
+    buffer: BufferConfig = BufferConfig()
+    learner: LearnerConfig = LearnerConfig()
+    sync: SyncConfig = SyncConfig()
+    eval: EvalConfig | None = None
+    logging: LoggingConfig = LoggingConfig()
+
+
+def _lengths(e: WholeExperiment) -> list[str]:
+    limits = {"rollout.sampling.max_tokens": e.rollout.sampling.max_tokens}
+    if e.eval and e.eval.max_tokens:
+        limits["eval.max_tokens"] = e.eval.max_tokens
+    return [
+        f"{key}={value} leaves no room for a prompt in model.max_length={e.model.max_length}; "
+        f"lower it or raise model.max_length"
+        for key, value in limits.items()
+        if value >= e.model.max_length
+    ]
+
+
+def _groups(e: WholeExperiment) -> list[str]:
+    kind = e.learner.algorithm.advantage
+    if kind in GROUP_RELATIVE and e.rollout.group_size < 2:
+        return [
+            f"rollout.group_size=1 with learner.algorithm.advantage={kind}: it compares the completions "
+            "of a prompt, so it needs at least 2; or take reinforce_plus_plus"
+        ]
+    ranks = e.learner.processes // (e.learner.parallel.tensor * e.learner.parallel.pipeline)
+    if e.buffer.groups_per_batch < ranks:
+        return [
+            f"buffer.groups_per_batch={e.buffer.groups_per_batch} is fewer than the learner's {ranks} "
+            "data-parallel ranks; each needs at least one group"
+        ]
+    if e.buffer.groups_per_batch < e.learner.updates_per_batch:
+        return [
+            f"learner.updates_per_batch={e.learner.updates_per_batch} is more than "
+            f"buffer.groups_per_batch={e.buffer.groups_per_batch}; each update needs at least one group"
+        ]
+    return []
+
+
+def _addresses(e: WholeExperiment) -> list[str]:
+    if e.buffer.address == e.sync.address and not e.buffer.address.endswith(":0"):
+        return [
+            f"buffer.address and sync.address are both {e.buffer.address}; "
+            "give each service a port of its own"
+        ]
+    return []
+
+
+def _warmup(e: WholeExperiment) -> list[str]:
+    optimizer, total = e.learner.optimizer, e.learner.steps * e.learner.updates_per_batch
+    if optimizer.warmup_steps > total:
+        return [
+            f"learner.optimizer.warmup_steps={optimizer.warmup_steps} is more than "
+            f"the {total} updates of the run"
+        ]
+    if optimizer.min_lr > optimizer.lr:
+        return [f"learner.optimizer.min_lr={optimizer.min_lr} is above learner.optimizer.lr={optimizer.lr}"]
+    return []
+
+
+def _correction(e: WholeExperiment) -> list[str]:
+    correction = e.learner.algorithm.correction
+    if correction.mask_low >= correction.mask_high:
+        return [
+            f"learner.algorithm.correction.mask_low={correction.mask_low} is not below "
+            f"mask_high={correction.mask_high}: every token would be masked"
+        ]
+    return []
+
+
+def _sources(e: WholeExperiment) -> list[str]:
+    sources = {"data.train": e.data.train} | ({"eval.source": e.eval.source} if e.eval else {})
+    reasons = []
+    for key, source in sources.items():
+        if source.kind == "function" and ":" not in source.path:
+            reasons.append(f"{key}.path={source.path}: expected package.module:function")
+    if ":" not in e.rollout.reward.function:
+        reasons.append(
+            f"rollout.reward.function={e.rollout.reward.function}: expected package.module:function"
+        )
+    return reasons
+
+
+CHECKS = (_lengths, _groups, _addresses, _warmup, _correction, _sources)
+
+
+def read(path: str | Path, overrides: list[str], services: Iterable[str] = SERVICES) -> WholeExperiment:
+    """Read and check everything that can be checked without loading the model.
+
+    Args:
+        path: The experiment file.
+        overrides: `section.key=value` texts.
+        services: Those about to start here; only the files that they read must exist on this machine.
+
+    Raises:
+        ConfigError: One line per mistake.
+    """
+    experiment = load(path, overrides, WholeExperiment)
+    reasons = [reason for check in CHECKS for reason in check(experiment)]
+    if "buffer" in services:
+        reasons += _missing_rows(experiment)
+    if "rollout" in services or "learner" in services:
+        reasons += _model_folder(experiment.model)
+    if reasons:
+        raise ConfigError("\n".join(f"{path}: {reason}" for reason in reasons))
+    return experiment
+
+
+def _missing_rows(e: WholeExperiment) -> list[str]:
+    sources = {"data.train": e.data.train} | ({"eval.source": e.eval.source} if e.eval else {})
+    return [
+        f"{key}.path={source.path}: no such file"
+        for key, source in sources.items()
+        if source.kind == "jsonl" and not Path(source.path).is_file()
+    ]
+
+
+def _model_folder(model: ModelConfig) -> list[str]:
+    config = Path(model.path) / "config.json"
+    if not config.is_file():
+        made = "; `python -m launch.demo_model` makes it" if Path(model.path) == MODEL_DIR else ""
+        return [f"model.path={model.path}: no config.json in it, expected a Hugging Face folder{made}"]
+    try:
+        fields = json.loads(config.read_text())
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        return [f"model.path={model.path}: config.json is not JSON: {error}"]
+    longest = fields.get("max_position_embeddings") if isinstance(fields, dict) else None
+    if isinstance(longest, int) and model.max_length > longest:
+        return [f"model.max_length={model.max_length}: the model in {model.path} takes at most {longest}"]
+    return []
+
+
+def differences(old: dict, new: dict, prefix: str = "") -> list[str]:
+    """What changed between two resolved experiments, as `key old → new`."""
+    found: list[str] = []
+    for key in sorted(old.keys() | new.keys()):
+        before, after = old.get(key), new.get(key)
+        if isinstance(before, dict) and isinstance(after, dict):
+            found += differences(before, after, f"{prefix}{key}.")
+        elif before != after:
+            found.append(f"{prefix}{key} {before} → {after}")
+    return found
+
+
+def dump(experiment: WholeExperiment) -> str:
+    """The resolved experiment as YAML: every key with its value, defaults too."""
+    return yaml.safe_dump(experiment.model_dump(mode="json"), sort_keys=False, allow_unicode=True)

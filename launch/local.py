@@ -1,0 +1,257 @@
+"""`slipstream run`: every service of an experiment on this machine.
+
+Consumes: an experiment. Waits for: the services to end by themselves, which they do once the learner has made
+its steps and the last evaluation is in. Unblocked by: that, the first failure, or Ctrl-C.
+"""
+
+import fcntl
+import os
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import yaml
+from rich.console import Console
+
+from launch.experiment import WholeExperiment, differences, dump
+from launch.history import History
+from launch.placement import settle_address, split_cores, split_gpus, usable_cores, visible_gpus
+from launch.screen import Screen
+from launch.summary import summarize
+from launch.supervisor import POLL_S, Failure, Service, Supervisor
+
+DEADLINES_S = {"learner": 180.0, "rollout": 30.0, "buffer": 20.0}
+"""After SIGTERM, in the order in which the roles stop: the learner tells the buffer of its last checkpoint,
+and the servers give it their leases back."""
+
+
+class RunError(ValueError):
+    """Why the run cannot start, in one line."""
+
+
+def run(experiment: WholeExperiment, command: str, console: Console) -> int:
+    """Run the experiment until it is finished, fails, or is interrupted.
+
+    Args:
+        experiment: Checked already.
+        command: What the user typed; the same again resumes.
+        console: Where to show it.
+
+    Returns:
+        The exit code: 0 finished, 1 a service failed, 130 interrupted.
+    """
+    run_dir = Path(experiment.run_dir)
+    with locked(run_dir):
+        history = History(run_dir)
+        history.refresh()
+        if is_finished(experiment, history):
+            return _tell_finished(experiment, console)
+        experiment = settle(experiment)
+        config = write_config(experiment, console)
+        services = plan_services(experiment, config)
+        announce(experiment, history, console)
+        with (
+            Supervisor(services, run_dir / "logs", DEADLINES_S) as supervisor,
+            Screen(experiment, history, supervisor, console) as screen,
+        ):
+            failure = watch(experiment, history, supervisor, screen)
+            if failure or supervisor.interrupts:
+                screen.say("stopping: the learner writes a checkpoint; Ctrl-C again ends everything at once")
+                for name in supervisor.stop(screen.update):
+                    screen.say(f"{name} did not end in time and was killed")
+        return conclude(experiment, failure, supervisor.interrupts > 0, command, console)
+
+
+def watch(e: WholeExperiment, history: History, supervisor: Supervisor, screen: Screen) -> Failure | None:
+    """Look after the services until all have ended, one has failed, or the user interrupts."""
+    while supervisor.running and not supervisor.interrupts:
+        failure = supervisor.check()
+        screen.update()
+        if failure:
+            return failure
+        if supervisor.ended("learner") and len(history.steps) and max(history.steps) < e.learner.steps:
+            return _ended_early(e, history, supervisor)
+        time.sleep(POLL_S)
+    screen.update()
+    return supervisor.check()
+
+
+def _ended_early(e: WholeExperiment, history: History, supervisor: Supervisor) -> Failure | None:
+    history.refresh()
+    if max(history.steps) >= e.learner.steps:
+        return None
+    (learner,) = (c for c in supervisor.children if c.service.role == "learner")
+    reason = f"ended at step {max(history.steps)} of {e.learner.steps}"
+    return Failure("learner", reason, learner.failure().lines, learner.log)
+
+
+@contextmanager
+def locked(run_dir: Path) -> Iterator[None]:
+    """Hold the run folder; the kernel lets go of it when this process ends, however it does.
+
+    Raises:
+        RunError: Another process holds it.
+    """
+    run_dir.mkdir(parents=True, exist_ok=True)
+    with (run_dir / ".lock").open("a+") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            lock.seek(0)
+            raise RunError(
+                f"{run_dir}: a run is in progress here (process {lock.read().strip() or 'unknown'}); "
+                f"stop it first, or start this one with another run_dir=…"
+            ) from None
+        lock.truncate(0)
+        lock.write(f"{os.getpid()}\n")
+        lock.flush()
+        yield
+
+
+def is_finished(e: WholeExperiment, history: History) -> bool:
+    """Whether all steps are made, the last version is evaluated, and the model is written."""
+    if not history.steps or max(history.steps) < e.learner.steps:
+        return False
+    evaluated = e.eval is None or e.learner.steps in history.scores
+    written = not e.learner.checkpoint.export or (Path(e.run_dir) / "model" / "config.json").exists()
+    return evaluated and written
+
+
+def settle(e: WholeExperiment) -> WholeExperiment:
+    """The experiment with addresses whose ports are free, and a weight transport that its GPUs allow."""
+    taken: set[str] = set()
+    buffer = settle_address("buffer.address", e.buffer.address, taken)
+    sync = e.sync.model_copy(update={"address": settle_address("sync.address", e.sync.address, taken)})
+    if sync.backend == "auto" and visible_gpus() and _gpu_shares(e) is None:
+        # NCCL refuses two ranks on one device, and learner and server share one here.
+        sync = sync.model_copy(update={"backend": "gloo"})
+    return e.model_copy(update={"buffer": e.buffer.model_copy(update={"address": buffer}), "sync": sync})
+
+
+def write_config(e: WholeExperiment, console: Console) -> Path:
+    """Write the resolved experiment beside the run; tell what changed when the run is resumed.
+
+    Raises:
+        RunError: The folder holds a run of another name.
+    """
+    path = Path(e.run_dir) / "config.yaml"
+    if path.exists():
+        old = yaml.safe_load(path.read_text())
+        if old.get("name") != e.name:
+            raise RunError(
+                f"{path.parent}: holds the run {old.get('name')!r}, not {e.name!r}; take another run_dir"
+            )
+        changes = differences(old, e.model_dump(mode="json"))
+        if changes:
+            console.print(
+                f"changed since the last start: {', '.join(changes)}", highlight=False, markup=False
+            )
+    partial = path.with_suffix(".partial")
+    partial.write_text(dump(e))
+    partial.rename(path)
+    return path
+
+
+def plan_services(e: WholeExperiment, config: Path) -> list[Service]:
+    """The processes to start, with their shares of cores and GPUs."""
+    engine = e.rollout.engine
+    ranks = engine.tensor_parallel * engine.pipeline_parallel
+    cores = split_cores(usable_cores(), e.rollout.servers, ranks, e.learner.processes)
+    on_cpu = not visible_gpus()
+    shares = _gpu_shares(e)
+    visible = [{"CUDA_VISIBLE_DEVICES": s} for s in shares] if shares else [{}] * (e.rollout.servers + 1)
+    services = [
+        Service(
+            "buffer",
+            "buffer",
+            _python("buffer", config),
+            {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
+        )
+    ]
+    for i in range(e.rollout.servers):
+        command = [*_python("rollout", config), "--name", f"server-{i}"]
+        bind = cores.servers[i]
+        if on_cpu and bind and engine.cores is None:
+            command.append(f"rollout.engine.cores={bind}")
+        services.append(Service(f"server-{i}", "rollout", command, visible[i]))
+    threads = e.learner.threads or cores.learner_threads
+    overrides = [f"learner.threads={threads}"] if on_cpu else []
+    environment = visible[-1] | ({"OMP_NUM_THREADS": str(threads)} if on_cpu else {})
+    command = [*torchrun(e.learner.processes), "learner", str(config), *overrides]
+    services.append(Service("learner", "learner", command, environment, stop_signal_to="children"))
+    return services
+
+
+def torchrun(processes: int) -> list[str]:
+    """The command that runs a module as the ranks of one job here; the module's name comes next."""
+    options = ["--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", str(processes)]
+    return [sys.executable, "-m", "torch.distributed.run", *options, "-m"]
+
+
+def _python(module: str, config: Path) -> list[str]:
+    return [sys.executable, "-m", module, str(config)]
+
+
+def _gpu_shares(e: WholeExperiment) -> list[str] | None:
+    ranks = e.rollout.engine.tensor_parallel * e.rollout.engine.pipeline_parallel
+    return split_gpus(visible_gpus(), e.rollout.servers, ranks, e.learner.processes)
+
+
+def announce(e: WholeExperiment, history: History, console: Console) -> None:
+    """What is about to run, before anything slow starts."""
+    source = e.data.train
+    data = source.dataset if source.kind == "reasoning_gym" else source.path
+    servers = f"{e.rollout.servers} rollout server{'s' * (e.rollout.servers > 1)}"
+    ranks = f"{e.learner.processes} learner rank{'s' * (e.learner.processes > 1)}"
+    device = f"{len(visible_gpus())} GPU" if visible_gpus() else f"{len(usable_cores())} cores"
+    lines = {
+        "model": f"{e.model.path} · {e.model.dtype}, at most {e.model.max_length} tokens",
+        "data": f"{data}",
+        "training": f"{e.learner.steps} steps of {e.buffer.groups_per_batch} groups × {e.rollout.group_size} "
+        f"completions · {e.learner.algorithm.advantage}, staleness at most {e.buffer.max_staleness}",
+        "services": f"buffer, {servers}, {ranks} on {device} · logs in {e.run_dir}/logs",
+    }
+    console.print(f"[bold]slipstream[/] {e.name} → {e.run_dir}", highlight=False)
+    for key, text in lines.items():
+        console.print(f"  [dim]{key:<9}[/] {text}", highlight=False, soft_wrap=True)
+    if history.steps:
+        kept = sorted((Path(e.run_dir) / "checkpoints").glob("step-*/meta.json"))
+        where = kept[-1].parent.name if kept else "the first step"
+        console.print(
+            f"  [dim]{'resuming':<9}[/] from {where}; {max(history.steps)} steps were made", highlight=False
+        )
+
+
+def conclude(
+    e: WholeExperiment, failure: Failure | None, interrupted: bool, command: str, console: Console
+) -> int:
+    """The last words: what failed or how to go on, or the summary of a finished run."""
+
+    def say(text: str) -> None:
+        console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+    if interrupted:
+        say(f"stopped. To go on from the last checkpoint: {command}")
+        return 130
+    if failure:
+        for line in failure.lines:
+            say(f"  {failure.service} │ {line}")
+        say(f"{failure.service} {failure.reason}; whole log: {failure.log}")
+        say(f"To go on from the last checkpoint once that is mended: {command}")
+        return 1
+    from launch.report import write_report  # matplotlib: not before the run has started
+
+    write_report(Path(e.run_dir))
+    say(summarize(Path(e.run_dir)).text())
+    return 0
+
+
+def _tell_finished(e: WholeExperiment, console: Console) -> int:
+    console.print(summarize(Path(e.run_dir)).text(), highlight=False, markup=False, soft_wrap=True)
+    console.print(
+        f"{e.run_dir} is finished. To train on, raise learner.steps; to start afresh, take another run_dir",
+        highlight=False, markup=False, soft_wrap=True,
+    )  # fmt: skip
+    return 0

@@ -1,0 +1,124 @@
+"""Who gets which cores, GPUs and ports when every service runs on one machine."""
+
+import os
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+
+FEWEST_CORES_TO_SPLIT = 4
+"""With fewer, halves would be too small: every service uses all cores and the kernel shares them."""
+
+LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
+
+
+@dataclass(frozen=True)
+class Cores:
+    """What the services' threads may use."""
+
+    learner_threads: int
+    servers: tuple[str | None, ...]
+    """VLLM_CPU_OMP_THREADS_BIND of each; None takes every core."""
+
+
+def usable_cores() -> list[int]:
+    """The cores this process may run on, no more of them than a container's CPU quota pays for."""
+    cores = sorted(os.sched_getaffinity(0))
+    quota = Path("/sys/fs/cgroup/cpu.max")
+    if quota.exists():
+        limit, period = quota.read_text().split()
+        if limit != "max":
+            cores = cores[: max(1, round(int(limit) / int(period)))]
+    return cores
+
+
+def split_cores(cores: list[int], servers: int, ranks_per_server: int, processes: int) -> Cores:
+    """Half of the cores for generation, half for training, when there are enough of them for that.
+
+    Args:
+        cores: The usable cores' numbers.
+        servers: Rollout servers on this machine.
+        ranks_per_server: Engine ranks of one server, each with cores of its own.
+        processes: Learner ranks on this machine.
+    """
+    engine_ranks = servers * ranks_per_server
+    share = len(cores) // 2 // engine_ranks
+    if len(cores) < FEWEST_CORES_TO_SPLIT or share == 0:
+        return Cores(max(1, len(cores) // processes), (None,) * servers)
+    binds = [_span(cores[i * share : (i + 1) * share]) for i in range(engine_ranks)]
+    grouped = [binds[i : i + ranks_per_server] for i in range(0, engine_ranks, ranks_per_server)]
+    left = len(cores) - engine_ranks * share
+    return Cores(max(1, left // processes), tuple("|".join(g) for g in grouped))
+
+
+def _span(cores: list[int]) -> str:
+    whole = cores == list(range(cores[0], cores[-1] + 1)) and len(cores) > 1
+    return f"{cores[0]}-{cores[-1]}" if whole else ",".join(map(str, cores))
+
+
+def visible_gpus() -> list[str]:
+    """Names of the CUDA devices that the services may use, without importing torch."""
+    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if chosen is not None:
+        return [name for name in chosen.split(",") if name.strip()]
+    return [str(i) for i in range(len(list(Path("/dev").glob("nvidia[0-9]*"))))]
+
+
+def split_gpus(gpus: list[str], servers: int, ranks_per_server: int, processes: int) -> list[str] | None:
+    """CUDA_VISIBLE_DEVICES of each server, then of the learner; None when there are too few for one each."""
+    engine_ranks = servers * ranks_per_server
+    if len(gpus) < engine_ranks + processes:
+        return None
+    parts = [gpus[i * ranks_per_server : (i + 1) * ranks_per_server] for i in range(servers)]
+    return [",".join(part) for part in (*parts, gpus[engine_ranks : engine_ranks + processes])]
+
+
+def settle_address(key: str, address: str, taken: set[str]) -> str:
+    """The address itself when its port is free; on loopback otherwise one with a free port.
+
+    Other hosts know a wider address, so that one is never changed.
+
+    Args:
+        key: The config key, for the message.
+        address: `tcp://HOST:PORT`; port 0 asks for a free one.
+        taken: Addresses given to other services of this run; the answer is added.
+
+    Raises:
+        ValueError: The address is malformed, or a wider one's port is taken.
+    """
+    host, _, port = address.removeprefix("tcp://").rpartition(":")
+    if not address.startswith("tcp://") or not host or not port.isdigit() or int(port) > 65535:
+        raise ValueError(f"{key}={address}: expected tcp://HOST:PORT")
+    if port == "0" or address in taken or not port_is_free(host, int(port)):
+        if host not in LOOPBACK:
+            raise ValueError(
+                f"{key}={address}: port {port} is taken by another program; end it or choose another port"
+            )
+        address = f"tcp://{host}:{_free_port(host)}"
+    taken.add(address)
+    return address
+
+
+def port_is_free(host: str, port: int) -> bool:
+    with _bindable(host) as probe:
+        try:
+            probe.bind((_plain(host), port))
+        except OSError:
+            return False
+    return True
+
+
+def _free_port(host: str) -> int:
+    with _bindable(host) as probe:
+        probe.bind((_plain(host), 0))
+        return probe.getsockname()[1]
+
+
+def _bindable(host: str) -> socket.socket:
+    probe = socket.socket(socket.AF_INET6 if host.startswith("[") else socket.AF_INET, socket.SOCK_STREAM)
+    # As ZeroMQ binds: the port of a run that just ended counts as free.
+    probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    return probe
+
+
+def _plain(host: str) -> str:
+    return "" if host == "*" else host.strip("[]")

@@ -1,0 +1,267 @@
+"""What a person sees while a run goes on: a live screen on a terminal, one line per step everywhere else.
+
+Consumes: the run's history and the services' logs, read again twice a second. Waits for nothing.
+"""
+
+import re
+import time
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from launch.experiment import WholeExperiment
+from launch.history import History, Record
+from launch.overview import (
+    RECENT,
+    clock,
+    count,
+    learner_rate,
+    learner_waits,
+    mean_of,
+    seconds_left,
+    server_rate,
+    servers_wait,
+)
+
+REFRESH_S = 0.5
+BARS = "▁▂▃▄▅▆▇█"
+ALARM = re.compile(r" (WARNING|ERROR|CRITICAL) (buffer|sync|rollout|learner)\b")
+"""Of the services' own loggers; those of vLLM and torch are in the log files for those who look."""
+
+
+class Watched(Protocol):
+    """What the screen needs to know of the supervisor."""
+
+    def states(self) -> dict[str, str]:
+        """Service name → `running`, `ended` or `lost`."""
+        ...
+
+
+class Screen:
+    """Context manager; `update` draws what is new, `say` tells one thing at once."""
+
+    def __init__(self, experiment: WholeExperiment, history: History, watched: Watched, console: Console):
+        self.experiment = experiment
+        self.history = history
+        self.watched = watched
+        self.console = console
+        self.started = time.monotonic()
+        self.alarms = Alarms(Path(experiment.run_dir) / "logs")
+        self.live = Live(console=console, auto_refresh=False) if console.is_terminal else None
+        self._due = 0.0
+        self._told_scores = set(history.scores)
+        self._told_phase = ""
+
+    def __enter__(self) -> "Screen":
+        if self.live:
+            self.live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.live:
+            self.live.update(self._render(), refresh=True)
+            self.live.stop()
+
+    def say(self, text: str) -> None:
+        self.console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+    def update(self) -> None:
+        now = time.monotonic()
+        if now < self._due:
+            return
+        self._due = now + REFRESH_S
+        fresh = self.history.refresh()
+        alarms = self.alarms.refresh()
+        if self.live:
+            self.live.update(self._render(), refresh=True)
+        else:
+            self._tell(fresh, alarms)
+
+    def _render(self) -> RenderableType:
+        elapsed = time.monotonic() - self.started
+        return render(self.experiment, self.history, self.watched.states(), elapsed, list(self.alarms.last))
+
+    def _tell(self, fresh: list[Record], alarms: list[str]) -> None:
+        phase = phase_of(self.experiment, self.history)
+        if phase != self._told_phase and not self.history.steps:
+            self.say(phase)
+        self._told_phase = phase
+        for record in fresh:
+            self.say(step_line(self.experiment, self.history, record))
+        for version in sorted(set(self.history.scores) - self._told_scores):
+            self.say(f"eval of version {version}: {float(self.history.scores[version]['score']):.3f}")
+        self._told_scores |= set(self.history.scores)
+        for line in alarms:
+            self.say(line)
+
+
+class Alarms:
+    """Warnings and errors that the services logged since this screen opened."""
+
+    def __init__(self, logs: Path, keep: int = 3):
+        self.logs = logs
+        self.last: deque[str] = deque(maxlen=keep)
+        self._offsets = {path: path.stat().st_size for path in logs.glob("*.log")}
+
+    def refresh(self) -> list[str]:
+        found: list[str] = []
+        for path in sorted(self.logs.glob("*.log")):
+            with path.open("rb") as file:
+                file.seek(self._offsets.get(path, 0))
+                whole, _, _ = file.read().rpartition(b"\n")
+            if whole:
+                self._offsets[path] = self._offsets.get(path, 0) + len(whole) + 1
+            lines = whole.decode(errors="replace").splitlines()
+            found += [f"{path.stem} │ {line.strip()}" for line in lines if ALARM.search(line)]
+        self.last.extend(found)
+        return found
+
+
+def phase_of(e: WholeExperiment, history: History) -> str:
+    if history.steps and max(history.steps) >= e.learner.steps:
+        return "last evaluation" if e.eval else "finishing"
+    if history.steps:
+        return "training"
+    if not history.servers:
+        return "starting: the engines and the learner load the model"
+    return "generating the first groups"
+
+
+def step_line(e: WholeExperiment, history: History, record: Record) -> str:
+    """One step in one line of plain text, for logs."""
+    left = seconds_left(history, e.learner.steps)
+    parts = [
+        f"step {int(record['step'])}/{e.learner.steps}",
+        _part(record, "reward/mean", "reward {:.3f}"),
+        _part(record, "staleness/mean", "staleness {:.2f}"),
+        _part(record, "rho/mean", "ρ {:.3f}"),
+        _part(record, "time/wait_batch", "waited {:.1f} s"),
+        _part(record, "time/publish", "publish {:.1f} s"),
+        f"{clock(left)} left" if left else "",
+    ]
+    return " · ".join(part for part in parts if part)
+
+
+def _part(record: Record, key: str, form: str) -> str:
+    return form.format(float(record[key])) if record.get(key) is not None else ""
+
+
+def render(
+    e: WholeExperiment, history: History, states: dict[str, str], elapsed: float, alarms: Sequence[str]
+) -> RenderableType:
+    """The whole screen.
+
+    Args:
+        e: The experiment.
+        history: What was read so far.
+        states: As `Watched.states`.
+        elapsed: Seconds since this start.
+        alarms: Lines for the bottom.
+    """
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="dim", justify="right", no_wrap=True)
+    table.add_column(overflow="fold")
+    table.add_row("progress", _progress(e, history))
+    for name, text in _rows(e, history):
+        table.add_row(name, text)
+    table.add_row("services", _services(states))
+    parts: list[RenderableType] = [table]
+    if alarms:
+        parts += [Text()] + [Text(line, style="yellow", no_wrap=True, overflow="ellipsis") for line in alarms]
+    title = Text.assemble(("slipstream", "bold cyan"), f" {e.name} ", (phase_of(e, history), "italic"))
+    return Panel(
+        Group(*parts), title=title, title_align="left", subtitle=f"{e.run_dir} · {clock(elapsed)}",
+        subtitle_align="right", border_style="cyan", padding=(1, 2),
+    )  # fmt: skip
+
+
+def _progress(e: WholeExperiment, history: History) -> RenderableType:
+    done, total = max(history.steps, default=0), e.learner.steps
+    left = seconds_left(history, total)
+    bar = ProgressBar(total=total, completed=done, width=32)
+    grid = Table.grid(padding=(0, 2))
+    grid.add_row(bar, f"{done}/{total} steps", f"{clock(left)} left" if left else "")
+    return grid
+
+
+def _rows(e: WholeExperiment, history: History) -> list[tuple[str, Text]]:
+    """What is known by now, a name and a text each."""
+    recent = [history.steps[s] for s in sorted(history.steps)[-RECENT:]]
+    rows = [("reward", _reward(history)), ("eval", _evaluations(e, history))]
+    mean, highest = mean_of(recent, "staleness/mean"), mean_of(recent[-1:], "staleness/max")
+    if mean is not None and highest is not None:
+        bound = e.buffer.max_staleness
+        rows.append(("staleness", Text(f"{mean:.2f} in the mean, {highest:.0f} at most (bound {bound})")))
+    rows.append(("tokens/s", _rates(server_rate(history), learner_rate(recent))))
+    rows.append(("waiting", _waiting(servers_wait(history), learner_waits(recent))))
+    publish, pause = mean_of(recent, "time/publish"), mean_of(recent, "sync/pause_seconds")
+    if publish is not None:
+        paused = "" if pause is None else f", generation paused {pause:.2f} s of it"
+        rows.append(("publish", Text(f"{publish:.2f} s{paused}")))
+    if history.buffer:
+        rows.append(("buffer", _buffer(history.buffer[-1])))
+    return [(name, text) for name, text in rows if text.plain]
+
+
+def _reward(history: History) -> Text:
+    _, values = history.series("reward/mean")
+    if not values:
+        return Text()
+    return Text.assemble((f"{values[-1]:.3f} ", "bold green"), (sparkline(values, 40), "green"))
+
+
+def _evaluations(e: WholeExperiment, history: History) -> Text:
+    scores = [f"v{v} {float(r['score']):.3f}" for v, r in sorted(history.scores.items())]
+    if not scores:
+        return Text()
+    shown = scores if len(scores) <= 6 else [scores[0], "…", *scores[-4:]]
+    target = f"   target {e.eval.target:g}" if e.eval and e.eval.target is not None else ""
+    return Text.assemble((" → ".join(shown), "bold"), (target, "dim"))
+
+
+def _rates(servers: float | None, learner: float | None) -> Text:
+    parts = [("generated", servers), ("trained", learner)]
+    return Text(" · ".join(f"{count(rate)} {what}" for what, rate in parts if rate is not None))
+
+
+def _waiting(servers: float | None, learner: float | None) -> Text:
+    """Who waits for whom, the longer wait first."""
+    parts = [
+        (share, text)
+        for share, text in ((learner, "learner waits for batches"), (servers, "servers wait for leases"))
+        if share is not None
+    ]
+    return Text(" · ".join(f"{text} {share:.0%} of the time" for share, text in sorted(parts, reverse=True)))
+
+
+def _buffer(record: Record) -> Text:
+    keys = ("leased", "stored", "evicted", "requeued")
+    parts = [f"{int(record[key])} {key}" for key in keys if record.get(key) is not None]
+    dropped = sum(int(n) for n in dict(record.get("dropped") or {}).values())
+    return Text(" · ".join(parts + ([f"{dropped} dropped"] if dropped else [])))
+
+
+def _services(states: dict[str, str]) -> Text:
+    marks = {"running": ("●", "green"), "ended": ("✓", "dim"), "lost": ("✗", "bold red")}
+    text = Text()
+    for name, state in states.items():
+        mark, style = marks[state]
+        text.append(f"{mark} ", style=style).append(f"{name}   ")
+    return text
+
+
+def sparkline(values: Sequence[float], width: int) -> str:
+    """Bars of the values, averaged down to at most `width` of them, from the lowest to the highest."""
+    size = max(1, -(-len(values) // width))
+    means = [sum(values[i : i + size]) / len(values[i : i + size]) for i in range(0, len(values), size)]
+    low, high = min(means), max(means)
+    span = (high - low) or 1.0
+    return "".join(BARS[min(len(BARS) - 1, int((m - low) / span * len(BARS)))] for m in means)
