@@ -30,18 +30,38 @@ class OptimizerConfig(Section):
     clip_grad: float = Field(default=1.0, ge=0)
     """Global gradient norm; 0 does not clip."""
 
+    @model_validator(mode="after")
+    def _falls(self) -> Self:
+        if self.min_lr > self.lr:
+            raise ValueError(f"min_lr {self.min_lr:g} is above lr {self.lr:g}; expected at most lr")
+        return self
+
 
 class CorrectionConfig(Section):
-    """What is done about ρ = π_proximal / π_behavior, the distance between the learner and the sampling policy."""
+    """What is done about ρ = π_proximal / π_behavior, the distance between learner and sampling policy."""
 
     kind: Literal["decoupled", "bypass"] = "decoupled"
-    """decoupled: PPO's ratio is to the proximal policy and ρ weighs it (arXiv 2110.00641); bypass: PPO's ratio is to
-    the behavior policy and there is no ρ."""
+    """decoupled: PPO's ratio is to the proximal policy and ρ weighs it (arXiv 2110.00641); bypass:
+    PPO's ratio is to the behavior policy and there is no ρ."""
     mask_low: float = Field(default=0.5, ge=0)
     mask_high: float = Field(default=5.0, gt=0)
     """Tokens whose ρ lies outside [mask_low, mask_high] are not trained."""
     veto: float = Field(default=1e-4, ge=0)
     """A sequence with any token whose ρ is below this is not trained; 0 never vetoes."""
+
+    @model_validator(mode="after")
+    def _trains_something(self) -> Self:
+        idle = {"mask_low", "mask_high", "veto"} & self.model_fields_set
+        if self.kind == "bypass" and idle:
+            raise ValueError(
+                f"kind bypass has no ρ, so {', '.join(sorted(idle))} would do nothing; remove it"
+            )
+        if not self.mask_low <= 1 <= self.mask_high or self.veto >= 1:
+            raise ValueError(
+                f"mask [{self.mask_low:g}, {self.mask_high:g}] and veto {self.veto:g} would not train "
+                "a token with ρ = 1; expected mask_low ≤ 1 ≤ mask_high and veto < 1"
+            )
+        return self
 
 
 class KLConfig(Section):
@@ -59,12 +79,19 @@ class AlgorithmConfig(Section):
     clip_high: float = Field(default=0.2, ge=0)
     """PPO's ratio is clipped to [1 - clip_low, 1 + clip_high]."""
     aggregate: Literal["token", "sequence", "constant"] = "token"
-    """Loss is the mean over the batch's trained tokens; the mean over sequences of each one's token mean; or the sum
-    divided by sequences · max_length (Dr.GRPO, arXiv 2503.20783)."""
+    """Loss is the mean over the batch's trained tokens; the mean over sequences of each one's token mean; or
+    the sum divided by sequences · model.max_length (Dr.GRPO, arXiv 2503.20783)."""
     correction: CorrectionConfig = CorrectionConfig()
     kl: KLConfig = KLConfig()
     entropy: float = Field(default=0.0, ge=0)
     """Coefficient of the entropy bonus."""
+
+    @model_validator(mode="after")
+    def _uses_what_is_set(self) -> Self:
+        idle = {"clip_low", "clip_high"} & self.model_fields_set
+        if self.loss == "reinforce" and idle:
+            raise ValueError(f"loss reinforce clips nothing, so {', '.join(sorted(idle))} would do nothing")
+        return self
 
 
 class CheckpointConfig(Section):
@@ -81,7 +108,8 @@ class LearnerConfig(Section):
     updates_per_batch: int = Field(default=1, ge=1)
     """Optimizer steps per batch, each on its share of the groups."""
     tokens_per_microbatch: int = Field(default=4096, ge=64)
-    """Tokens of one forward pass, completions packed behind their shared prompt; a larger group goes alone."""
+    """Tokens of one forward pass, completions packed behind their shared prompt. A larger group is split
+    between its completions; a longer completion goes alone."""
     processes: int = Field(default=1, ge=1)
     """How many ranks `slipstream run` starts on this machine."""
     threads: int | None = Field(default=None, ge=1)
@@ -114,7 +142,7 @@ class Sampling(Section):
 
 
 class SampledBy(Section):
-    """The facts of the rollout section that the learner's formulas depend on; the rest is not its business."""
+    """The facts of the rollout section that the learner's formulas depend on."""
 
     model_config = ConfigDict(extra="ignore", frozen=True)
 
@@ -129,3 +157,19 @@ class LearnerExperiment(Experiment):
     learner: LearnerConfig = LearnerConfig()
     sync: SyncConfig = SyncConfig()
     logging: LoggingConfig = LoggingConfig()
+
+    @model_validator(mode="after")
+    def _parts_agree(self) -> Self:
+        advantage, size = self.learner.algorithm.advantage, self.rollout.group_size
+        if size == 1 and advantage != "reinforce_plus_plus":
+            raise ValueError(
+                f"learner.algorithm.advantage={advantage} compares the completions of one prompt, and "
+                "rollout.group_size=1 has nothing to compare; take 2 or more, or reinforce_plus_plus"
+            )
+        updates, groups = self.learner.updates_per_batch, self.buffer.groups_per_batch
+        if updates > groups:
+            raise ValueError(
+                f"learner.updates_per_batch={updates} would split buffer.groups_per_batch={groups} groups; "
+                "expected at most one update for each group"
+            )
+        return self

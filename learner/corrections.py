@@ -76,5 +76,5 @@ def refuse_non_finite(logprobs: Tensor, whose: str, sequence_index: Tensor, targ
         at = int(bad[0])
         raise NonFiniteLogprob(
             f"{whose} logprob of token {int(target_ids[at])} in sequence {int(sequence_index[at])} "
-            f"of the shard (target {at} of its micro-batch) is {float(logprobs[at])}; expected a finite number"
+            f"of the shard (target {at} of its micro-batch) is {float(logprobs[at])}; expected a finite one"
         )

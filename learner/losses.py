@@ -2,7 +2,7 @@
 
 Shapes: N trained tokens of one micro-batch. Pure functions of tensors and floats. A micro-batch's loss is its
 part of the mean over the global batch (denominators are given), so parts simply add up over micro-batches and
-data-parallel ranks. So do the metrics, except keys ending in `_max`, of which the largest counts.
+data-parallel ranks. So do the metrics.
 """
 
 from dataclasses import dataclass
@@ -16,6 +16,11 @@ from learner.corrections import bypass, decoupled, log_ratio, ratio, refuse_non_
 from learner.packing import MicroBatch
 
 Metrics = dict[str, Tensor]
+METRICS = (
+    "rho", "rho_squares", "behavior_k1", "behavior_k3", "entropy", "clipped", "masked", "vetoed",
+    "reference_kl", "tokens", "loss",
+)  # fmt: skip
+"""The metrics that add up; `rho_max` is the one of which the largest counts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +67,7 @@ def objective(
     per_token = correction.weight * policy
     if algorithm.entropy:
         per_token = per_token - correction.keep * algorithm.entropy * entropy
-    metrics: Metrics = {}
+    metrics: Metrics = {"reference_kl": torch.zeros_like(rho)}
     if batch.reference_logprobs is not None:
         refuse_non_finite(batch.reference_logprobs, "reference", batch.sequence_index, batch.target_ids)
         distance = kl(logprobs, batch.reference_logprobs, algorithm.kl.estimator)

@@ -1,0 +1,241 @@
+"""Checkpoints in Megatron's own distributed format, complete or not there at all.
+
+    run_dir/checkpoints/step-000010/   Megatron's files, rng-<rank>.safetensors, and meta.json, written last:
+                                       step, layout, dtype, config digest, and every file's size and digest
+
+A checkpoint is written under a temporary name, synced to disk and renamed; a resume takes the newest one
+whose files are all as meta.json says. It loads under another tensor, pipeline or data-parallel layout.
+"""
+
+import hashlib
+import json
+import logging
+import os
+import shutil
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from learner import collectives, optimizer_resume, parallel
+from learner.optimizer import Trainable
+
+logger = logging.getLogger(__name__)
+
+META = "meta.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """What a checkpoint must agree with, or is told apart by, when it is loaded."""
+
+    dtype: str
+    distributed_optimizer: bool
+    tensor: int
+    pipeline: int
+    data: int
+    config_digest: str
+
+
+class DamagedCheckpoint(ValueError):
+    """A checkpoint whose files are not what its meta.json says."""
+
+
+class Checkpoints:
+    """The checkpoints of one run. `save` and `resume` are collective."""
+
+    def __init__(self, run_dir: Path, keep: int, setup: Setup) -> None:
+        self._root = run_dir / "checkpoints"
+        self._keep = keep
+        self._setup = setup
+
+    def save(self, step: int, trainable: Trainable) -> None:
+        """Write the state after `step` batches; remove all but the newest `keep`."""
+        from megatron.core import dist_checkpointing
+
+        target = self._root / f"step-{step:06d}"
+        temporary = self._root / f".{target.name}.tmp"
+        if parallel.rank() == 0:
+            shutil.rmtree(temporary, ignore_errors=True)
+            temporary.mkdir(parents=True)
+        dist.barrier()
+        dist_checkpointing.save(self._state(trainable, loading=False), str(temporary))
+        _save_generators(temporary)
+        dist.barrier()
+        if parallel.rank() == 0:
+            self._complete(temporary, target, step)
+            for old in self.found()[: -self._keep]:
+                shutil.rmtree(old)
+            logger.info("checkpoint of step %d is at %s", step, target)
+        dist.barrier()
+
+    def _complete(self, temporary: Path, target: Path, step: int) -> None:
+        files = dict(_digests(temporary))
+        for name in files:
+            _sync(temporary / name)
+        meta = {"step": step, **asdict(self._setup), "files": files}
+        (temporary / META).write_text(json.dumps(meta, indent=1))
+        _sync(temporary / META)
+        _sync(temporary)
+        # One of this step may lie there damaged: this one was made again from an older checkpoint.
+        shutil.rmtree(target, ignore_errors=True)
+        os.rename(temporary, target)
+        _sync(self._root)
+
+    def found(self) -> list[Path]:
+        """Complete checkpoints, oldest first."""
+        return sorted(p for p in self._root.glob("step-*") if (p / META).exists())
+
+    def safe_step(self) -> int:
+        """Batches below this are in every state a resume may fall back to; 0 while that may be the start."""
+        found = self.found()
+        return _step(found[0]) if len(found) >= self._keep else 0
+
+    def resume(self, trainable: Trainable) -> int:
+        """Load the newest checkpoint that is whole.
+
+        Returns:
+            The number of batches it was trained on; 0 where there is no checkpoint.
+
+        Raises:
+            ValueError: There are checkpoints and none is whole, or it does not fit this setup.
+        """
+        step = self._newest_whole() if parallel.rank() == 0 else 0
+        (step,) = collectives.broadcast_numbers([step])
+        if step:
+            self._load(self._root / f"step-{step:06d}", trainable)
+        return step
+
+    def _newest_whole(self) -> int:
+        for leftover in self._root.glob(".step-*.tmp"):
+            shutil.rmtree(leftover)
+        found = self.found()
+        for path in reversed(found):
+            try:
+                verify(path)
+            except DamagedCheckpoint as error:
+                logger.error("DAMAGED CHECKPOINT %s: the one before it is used", error)
+                continue
+            return _step(path)
+        if found:
+            raise ValueError(
+                f"{self._root}: every checkpoint is damaged; restore one, or start again in another run_dir"
+            )
+        return 0
+
+    def _load(self, path: Path, trainable: Trainable) -> None:
+        from megatron.core import dist_checkpointing
+
+        meta = _read_meta(path)
+        for name, section in (("dtype", "model"), ("distributed_optimizer", "learner.parallel")):
+            theirs, ours = meta[name], getattr(self._setup, name)
+            if theirs != ours:
+                raise ValueError(
+                    f"{path}: written with {section}.{name}={theirs}, this run has {ours}; "
+                    "set it back, or start again in another run_dir"
+                )
+        if meta["config_digest"] != self._setup.config_digest and parallel.rank() == 0:
+            logger.warning("%s was written under another configuration; this run's is used", path)
+        if self._setup.distributed_optimizer:
+            optimizer_resume.prepare(trainable.optimizer)
+        state: Any = dist_checkpointing.load(self._state(trainable, loading=True), str(path))
+        _unwrapped(trainable).load_state_dict(state["model"], strict=True)
+        trainable.optimizer.load_state_dict(state["optimizer"])
+        if all(meta[name] == getattr(self._setup, name) for name in ("tensor", "pipeline", "data")):
+            _load_generators(path)
+        if parallel.rank() == 0:
+            logger.info("resumed from %s", path)
+
+    def _state(self, trainable: Trainable, loading: bool) -> dict[str, Any]:
+        """What is saved, described shard by shard."""
+        model = _unwrapped(trainable).sharded_state_dict(prefix="")
+        fields: dict[str, Any] = {}
+        if self._setup.distributed_optimizer:
+            fields["metadata"] = {
+                "distrib_optim_sharding_type": "fully_reshardable",
+                "distrib_optim_fully_reshardable_mem_efficient": False,
+            }
+        optimizer = trainable.optimizer.sharded_state_dict(model, is_loading=loading, **fields)
+        return {"model": model, "optimizer": optimizer}
+
+
+def verify(path: Path) -> None:
+    """Compare a checkpoint's files with its meta.json.
+
+    Raises:
+        DamagedCheckpoint: Names the first file that is missing or differs.
+    """
+    expected = _read_meta(path)["files"]
+    found = dict(_digests(path))
+    for name, facts in expected.items():
+        if name not in found:
+            raise DamagedCheckpoint(f"{path / name} is missing")
+        if found[name] != facts:
+            raise DamagedCheckpoint(f"{path / name} is not what was written")
+
+
+def _read_meta(path: Path) -> dict[str, Any]:
+    try:
+        meta = json.loads((path / META).read_text())
+    except (OSError, ValueError) as error:
+        raise DamagedCheckpoint(f"{path / META} cannot be read: {error}") from error
+    if not isinstance(meta, dict) or not {"step", "files", "dtype"} <= set(meta):
+        raise DamagedCheckpoint(f"{path / META} lacks step, files or dtype")
+    return meta
+
+
+def _step(path: Path) -> int:
+    return int(path.name.removeprefix("step-"))
+
+
+def _digests(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Relative name, size and digest of every file but meta.json; the hashing runs on all cores."""
+    files = sorted(f for f in path.rglob("*") if f.is_file() and f.name != META)
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        for file, digest in zip(files, pool.map(_digest, files), strict=True):
+            yield str(file.relative_to(path)), {"bytes": file.stat().st_size, "blake2b": digest}
+
+
+def _digest(file: Path) -> str:
+    with file.open("rb") as opened:
+        return hashlib.file_digest(opened, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _unwrapped(trainable: Trainable) -> Any:
+    """The policy inside the data-parallel wrapper."""
+    return trainable.model.module
+
+
+def _generators_file(path: Path) -> Path:
+    return path / f"rng-{parallel.rank():05d}.safetensors"
+
+
+def _save_generators(path: Path) -> None:
+    from megatron.core.tensor_parallel import get_cuda_rng_tracker
+    from safetensors.torch import save_file
+
+    tracker: Any = get_cuda_rng_tracker()
+    named = {f"tracker.{k}": v for k, v in tracker.get_states().items()}
+    save_file({"torch": torch.get_rng_state(), **named}, _generators_file(path))
+
+
+def _load_generators(path: Path) -> None:
+    from megatron.core.tensor_parallel import get_cuda_rng_tracker
+    from safetensors.torch import load_file
+
+    states = load_file(_generators_file(path))
+    torch.set_rng_state(states.pop("torch"))
+    tracker: Any = get_cuda_rng_tracker()
+    tracker.set_states({k.removeprefix("tracker."): v for k, v in states.items()})

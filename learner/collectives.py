@@ -1,0 +1,83 @@
+"""The few numbers and bytes the learner's ranks tell each other, beside what Megatron exchanges itself.
+
+Plain numbers in tensors and length-prefixed bytes; nothing is pickled.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from learner import parallel
+
+DIGEST_BYTES = 16
+
+
+def sum_over_data(values: Sequence[float]) -> list[float]:
+    """Sums over the data-parallel ranks, in float64."""
+    return _reduce(values, dist.ReduceOp.SUM)
+
+
+def max_over_data(values: Sequence[float]) -> list[float]:
+    return _reduce(values, dist.ReduceOp.MAX)
+
+
+def _reduce(values: Sequence[float], how: dist.ReduceOp.RedOpType) -> list[float]:
+    tensor = torch.tensor(values, dtype=torch.float64, device=parallel.device())
+    dist.all_reduce(tensor, how, parallel.data_parallel_group())
+    return tensor.tolist()
+
+
+def from_last_stage(values: Sequence[float]) -> list[float]:
+    """What the last pipeline stage holds, on every stage; all give equally many."""
+    tensor = torch.tensor(values, dtype=torch.float64, device=parallel.device())
+    dist.broadcast(tensor, parallel.last_stage_source(), parallel.pipeline_group())
+    return tensor.tolist()
+
+
+def digests_over_data(digests: Sequence[bytes]) -> list[bytes]:
+    """The digests, DIGEST_BYTES long each, of all data-parallel ranks."""
+    counts = torch.zeros(parallel.dp_size(), dtype=torch.int64, device=parallel.device())
+    counts[parallel.dp_rank()] = len(digests)
+    dist.all_reduce(counts, group=parallel.data_parallel_group())
+    longest = int(counts.max())
+    mine = np.zeros((longest, DIGEST_BYTES), np.uint8)
+    for row, digest in zip(mine, digests, strict=False):
+        row[:] = np.frombuffer(digest, np.uint8)
+    tensor = torch.from_numpy(mine).to(parallel.device())
+    found = [torch.empty_like(tensor) for _ in range(parallel.dp_size())]
+    dist.all_gather(found, tensor, parallel.data_parallel_group())
+    tables = zip(found, counts.tolist(), strict=True)
+    return [row.tobytes() for table, count in tables for row in table.cpu().numpy()[:count]]
+
+
+def broadcast_numbers(values: Sequence[int]) -> list[int]:
+    """Global rank 0's integers, on every rank; all give equally many."""
+    tensor = torch.tensor(values, dtype=torch.int64)
+    dist.broadcast(tensor, 0)
+    return tensor.tolist()
+
+
+def broadcast_frames(frames: Sequence[bytes | memoryview] | None, source: int) -> list[bytes]:
+    """Bytes of the model copy's source rank, on all ranks of the copy.
+
+    Args:
+        frames: On the source, what to send; None elsewhere.
+        source: Its global rank.
+    """
+    group = parallel.model_parallel_group()
+    count = torch.tensor([0 if frames is None else len(frames)])
+    dist.broadcast(count, source, group)
+    sizes = torch.zeros(int(count), dtype=torch.int64)
+    if frames is not None:
+        sizes = torch.tensor([memoryview(f).nbytes for f in frames], dtype=torch.int64)
+    dist.broadcast(sizes, source, group)
+    body = torch.empty(int(sizes.sum()), dtype=torch.uint8)
+    if frames is not None:
+        joined = bytearray().join(frames)
+        body = torch.frombuffer(joined, dtype=torch.uint8) if joined else body
+    dist.broadcast(body, source, group)
+    raw = body.numpy()
+    ends = np.cumsum(sizes.numpy())
+    return [raw[end - size : end].tobytes() for end, size in zip(ends, sizes.tolist(), strict=True)]

@@ -1,0 +1,239 @@
+"""Batches from the buffer to the ranks, and what rank 0 decides while it waits for one.
+
+    buffer ──batch(index, dp_rank, dp_size)──▶ source rank of each model copy ──raw bytes──▶ its other ranks
+
+The asyncio client lives on a thread of its own, so that a slow buffer never holds up a collective.
+"""
+
+import asyncio
+import enum
+import logging
+import threading
+import time
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future, wait
+from typing import Any, Protocol, TypeVar
+
+from buffer.errors import DataExhausted, Refusal
+from buffer.records import Batch, Group
+from buffer.wire import decode_group, encode_group, pack, unpack
+from learner import collectives, parallel
+
+logger = logging.getLogger(__name__)
+
+TICK_S = 0.2
+"""How often waiting ranks are told that the wait goes on."""
+REQUEST_S = 2.0
+"""How long one question for a batch stays with the buffer."""
+
+OVER_POLL_S = 0.5
+"""How often the buffer is asked whether the run is over; it stays a few seconds after that."""
+
+T = TypeVar("T")
+
+
+class BatchSource(Protocol):
+    """What the learner asks of the buffer; `buffer.client.BufferClient` on the wire."""
+
+    async def batch(self, index: int, dp_rank: int, dp_size: int, timeout_s: float) -> Batch | None: ...
+    async def published(self, version: int) -> None: ...
+    async def committed(self, index: int) -> None: ...
+    async def finished(self, version: int) -> None: ...
+    async def status(self) -> dict[str, Any]: ...
+
+
+class Command(enum.IntEnum):
+    """What all ranks do next; decided on global rank 0."""
+
+    WAIT = 0
+    TRAIN = 1
+    PUBLISH = 2
+    STOP = 3
+    DONE = 4
+
+
+class NoBatch(RuntimeError):
+    """No batch came within the deadline, or none can ever come."""
+
+
+class BufferLine:
+    """The buffer's client on a thread of its own; calls from any thread. A context manager."""
+
+    def __init__(self, connect: Callable[[], Any]) -> None:
+        """Args:
+        connect: Makes the client, an async context manager, on the line's thread.
+        """
+        self._connect = connect
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="buffer-line", daemon=True)
+        self._client: Any = None
+
+    def __enter__(self) -> "BufferLine":
+        self._thread.start()
+        self._client = self._submit(self._open()).result()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._submit(self._client.__aexit__(None, None, None)).result()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    async def _open(self) -> Any:
+        return await self._connect().__aenter__()
+
+    def _submit(self, work: Coroutine[Any, Any, T]) -> "Future[T]":
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    def ask(self, question: Callable[[BatchSource], Coroutine[Any, Any, T]]) -> "Future[T]":
+        """Start a question; its answer or its error comes with the future."""
+        return self._submit(question(self._client))
+
+
+class Feed:
+    """Hands every rank its shard, and every rank the same command. All methods but `close` are collective."""
+
+    def __init__(self, line: BufferLine | None, timeout_s: float) -> None:
+        """Args:
+        line: On source ranks (the first of each model copy); None elsewhere.
+        timeout_s: No batch for this long is an error.
+        """
+        self._line = line
+        self._timeout_s = timeout_s
+
+    def next(self, index: int, wanted: Callable[[], Command]) -> tuple[Command, Batch | None]:
+        """Wait for the shard of batch `index` (TRAIN), or for something else to do.
+
+        Args:
+            index: Of the batch.
+            wanted: Asked on global rank 0 while it waits: WAIT, or a command that goes first.
+
+        Returns:
+            The command, DONE when the data is used up; the shard with TRAIN only.
+
+        Raises:
+            NoBatch: Nothing within the deadline.
+        """
+        asked = self._ask(index) if parallel.rank() == 0 else None
+        command = self._wait(asked, wanted, f"no batch {index}")
+        if command is Command.TRAIN:
+            return command, self._shard(index, asked)
+        if asked is not None:
+            asked.cancel()
+        return command, None
+
+    def frontier(self) -> int:
+        """Batches that the buffer has assembled so far."""
+        known = 0
+        if parallel.rank() == 0:
+            assert self._line is not None
+            known = int(self._line.ask(lambda buffer: buffer.status()).result()["frontier"])
+        return collectives.broadcast_numbers([known])[0]
+
+    def committed(self, index: int) -> None:
+        """Let the buffer forget the batches below `index`. Not collective: only rank 0 speaks."""
+        if parallel.rank() == 0 and self._line is not None:
+            self._line.ask(lambda buffer: buffer.committed(index)).result()
+
+    def finished(self, version: int) -> "Future[None] | None":
+        """Start telling the buffer that the last version is out; done when its last evaluation is."""
+        if parallel.rank() != 0 or self._line is None:
+            return None
+
+        async def question(buffer: BatchSource) -> None:
+            await buffer.finished(version)
+            while not (await buffer.status())["over"]:
+                await asyncio.sleep(OVER_POLL_S)
+
+        return self._line.ask(question)
+
+    def over(self, finished: "Future[None] | None", wanted: Callable[[], Command]) -> Command:
+        """Wait for the end that `finished` tells of (TRAIN or DONE), or for something else to do."""
+        return self._wait(finished, wanted, "no end of the last evaluation")
+
+    def _wait(self, asked: "Future[Any] | None", wanted: Callable[[], Command], what: str) -> Command:
+        """What global rank 0 decides, on all ranks; `asked` is what it waits for, TRAIN once there."""
+        deadline = time.monotonic() + self._timeout_s
+        while True:
+            command = Command.WAIT if asked is None else self._decide(asked, wanted, what, deadline)
+            # The others are told of every tick, so that a long wait never looks like a dead rank 0.
+            command = Command(collectives.broadcast_numbers([command])[0])
+            if command is not Command.WAIT:
+                return command
+
+    def _decide(
+        self, asked: "Future[Any]", wanted: Callable[[], Command], what: str, deadline: float
+    ) -> Command:
+        command = wanted()
+        if command is not Command.WAIT:
+            return command
+        if _done_within(asked, TICK_S):
+            error = asked.exception()
+            if isinstance(error, DataExhausted):
+                logger.info("the data is used up: %s", error)
+                return Command.DONE
+            _raise_as_no_batch(error, what)
+            return Command.TRAIN
+        if time.monotonic() > deadline:
+            raise NoBatch(self._diagnosis(what))
+        return Command.WAIT
+
+    def _diagnosis(self, what: str) -> str:
+        assert self._line is not None
+        waited = f"{what} for {self._timeout_s:.0f} s (learner.batch_timeout_s)"
+        status = self._line.ask(lambda buffer: buffer.status())
+        if not _done_within(status, 5.0) or status.exception() is not None:
+            return f"{waited}: the buffer does not answer; is it running at buffer.address?"
+        facts = ", ".join(f"{k} {v}" for k, v in status.result().items() if isinstance(v, int | float))
+        return f"{waited}: the buffer says {facts}"
+
+    def _ask(self, index: int) -> "Future[Batch]":
+        assert self._line is not None
+
+        async def question(buffer: BatchSource) -> Batch:
+            while True:
+                batch = await buffer.batch(index, parallel.dp_rank(), parallel.dp_size(), REQUEST_S)
+                if batch is not None:
+                    return batch
+
+        return self._line.ask(question)
+
+    def _shard(self, index: int, asked: "Future[Batch] | None") -> Batch:
+        frames = None
+        if self._line is not None:
+            # The batch is assembled by now: rank 0 has its shard of it.
+            future = asked or self._ask(index)
+            if not _done_within(future, self._timeout_s):
+                raise NoBatch(f"rank {parallel.rank()}: its shard of batch {index} did not come")
+            _raise_as_no_batch(future.exception(), f"no batch {index}")
+            batch = future.result()
+            if parallel.tp_size() * parallel.pp_size() == 1:
+                return batch
+            frames = encode_batch(batch)
+        return decode_batch(collectives.broadcast_frames(frames, parallel.model_parallel_source()))
+
+
+def _done_within(future: "Future[Any]", timeout_s: float) -> bool:
+    return bool(wait([future], timeout_s).done)
+
+
+def _raise_as_no_batch(error: BaseException | None, what: str) -> None:
+    if isinstance(error, Refusal):
+        raise NoBatch(f"{what}: the buffer refuses it: {error}") from error
+    if error is not None:
+        raise error
+
+
+def encode_batch(batch: Batch) -> list[bytes | memoryview]:
+    frames: list[bytes | memoryview] = [pack({"index": batch.index, "shares": batch.shares})]
+    for group in batch.groups:
+        frames.extend(encode_group(group))
+    return frames
+
+
+def decode_batch(frames: list[bytes]) -> Batch:
+    header = unpack(frames[0], "batch")
+    groups: list[Group] = [
+        decode_group(meta, arrays) for meta, arrays in zip(frames[1::2], frames[2::2], strict=True)
+    ]
+    return Batch(header["index"], tuple(groups), header["shares"])

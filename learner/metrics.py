@@ -1,0 +1,228 @@
+"""What is known of a step: sums from the ranks into one row, and where the rows go.
+
+`metrics.jsonl` has one line a step with paths as keys, TensorBoard shows the same, and `samples.jsonl` has some
+of the completions that were trained.
+"""
+
+import json
+import logging
+import os
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from buffer.records import Batch, Group, Trajectory
+from learner.collectives import max_over_data, sum_over_data
+
+logger = logging.getLogger(__name__)
+
+Row = dict[str, Any]
+SAMPLES = 4
+"""Completions written to `samples.jsonl` at a time."""
+
+
+@dataclass(slots=True)
+class StepReport:
+    """What `learner/step.py` found in one batch, summed over all ranks and the batch's optimizer steps."""
+
+    lr: float
+    sums: dict[str, float] = field(default_factory=dict)
+    grad_norms: list[float] = field(default_factory=list)
+    skipped: int = 0
+    """Optimizer steps not made because the gradient's norm was not finite."""
+    forward_backward_seconds: float = 0.0
+    optimizer_seconds: float = 0.0
+
+    def add(self, sums: dict[str, float], grad_norm: float, made: bool) -> None:
+        for name, value in sums.items():
+            old = self.sums.get(name, 0.0)
+            self.sums[name] = max(old, value) if name.endswith("_max") else old + value
+        self.grad_norms.append(grad_norm)
+        self.skipped += not made
+
+    def row(self) -> Row:
+        """Means over the batch's trained tokens."""
+        of = self.sums
+        tokens = max(of.get("tokens", 0.0), 1.0)
+        mean = {name: value / tokens for name, value in of.items()}
+        updates = max(len(self.grad_norms), 1)
+        return {
+            "loss": of.get("loss", 0.0) / updates,
+            "lr": self.lr,
+            "grad_norm": sum(self.grad_norms) / updates,
+            "skipped_updates": self.skipped,
+            "tokens": int(of.get("tokens", 0)),
+            "rho/mean": mean.get("rho", 0.0),
+            "rho/max": of.get("rho_max", 0.0),
+            "ess": effective_share(of),
+            "kl/k1": mean.get("behavior_k1", 0.0),
+            "kl/k3": mean.get("behavior_k3", 0.0),
+            "kl/reference": mean.get("reference_kl", 0.0),
+            "entropy": mean.get("entropy", 0.0),
+            "clip_fraction": mean.get("clipped", 0.0),
+            "mask_fraction": mean.get("masked", 0.0),
+            "veto_fraction": mean.get("vetoed", 0.0),
+            "time/forward_backward": self.forward_backward_seconds,
+            "time/optimizer": self.optimizer_seconds,
+        }
+
+
+def effective_share(sums: dict[str, float]) -> float:
+    """Effective sample size over the sample size: (Σρ)² / (Σρ² · N), 1 when all ρ are equal."""
+    squares, tokens = sums.get("rho_squares", 0.0), sums.get("tokens", 0.0)
+    return sums["rho"] ** 2 / (squares * tokens) if squares and tokens else 0.0
+
+
+def batch_row(shard: Batch, max_staleness: int) -> Row:
+    """Rewards, lengths and staleness over all shards. Collective over the data-parallel ranks."""
+    trajectories = [t for g in shard.groups for t in g.trajectories]
+    rewards = np.array([t.reward for t in trajectories], np.float64)
+    lengths = np.array([int(t.loss_mask.sum()) for t in trajectories], np.float64)
+    ages = np.array([a for t in trajectories if (a := staleness(t, shard.index)) is not None], np.float64)
+    equal = sum(len({t.reward for t in g.trajectories}) == 1 for g in shard.groups)
+    cut = sum(t.finish_reason == "length" for t in trajectories)
+    all_tokens = sum(g.num_tokens for g in shard.groups)
+    histogram = [
+        float(((ages == n) if n < max_staleness else (ages >= n)).sum()) for n in range(max_staleness + 1)
+    ]
+    count, groups, aged, reward, square, length, age, equal, cut, all_tokens, *histogram = sum_over_data(
+        [
+            *(len(trajectories), len(shard.groups), len(ages), rewards.sum(), (rewards**2).sum()),
+            *(lengths.sum(), ages.sum(), equal, cut, all_tokens, *histogram),
+        ]
+    )
+    longest, oldest = max_over_data([lengths.max(initial=0.0), ages.max(initial=0.0)])
+    count, groups, aged = max(count, 1.0), max(groups, 1.0), max(aged, 1.0)
+    return {
+        "reward/mean": reward / count,
+        "reward/std": max(square / count - (reward / count) ** 2, 0.0) ** 0.5,
+        "reward/equal_groups": equal / groups,
+        "samples": int(count),
+        "groups": int(groups),
+        "all_tokens": int(all_tokens),
+        "completion/length_mean": length / count,
+        "completion/length_max": longest,
+        "completion/cut_fraction": cut / count,
+        "staleness/mean": age / aged,
+        "staleness/max": oldest,
+        "staleness/histogram": [int(n) for n in histogram],
+    }
+
+
+def staleness(trajectory: Trajectory, index: int) -> int | None:
+    """Versions between the learner at batch `index` and the oldest trained token; None without one."""
+    versions = trajectory.versions[trajectory.loss_mask > 0]
+    return index - int(versions.min()) if len(versions) else None
+
+
+class Timings:
+    """Seconds by name; `with timings("publish"):` adds to it."""
+
+    def __init__(self) -> None:
+        self._spent: dict[str, float] = {}
+
+    def __call__(self, name: str) -> "_Span":
+        return _Span(self._spent, name)
+
+    def take(self) -> Row:
+        """What was measured since the last call, as `time/…` keys."""
+        row = {f"time/{name}": seconds for name, seconds in self._spent.items()}
+        self._spent.clear()
+        return row
+
+
+class _Span:
+    def __init__(self, spent: dict[str, float], name: str) -> None:
+        self._spent, self._name = spent, name
+
+    def __enter__(self) -> None:
+        self._started = time.perf_counter()
+
+    def __exit__(self, *_: object) -> None:
+        spent = time.perf_counter() - self._started
+        self._spent[self._name] = self._spent.get(self._name, 0.0) + spent
+
+
+class Journal:
+    """Writes the rows; on global rank 0 only."""
+
+    def __init__(self, run_dir: Path, tensorboard: bool, version: int) -> None:
+        """Args:
+        version: Where the run starts or resumes; rows of later steps, which it will make again, are removed.
+        """
+        self._metrics = run_dir / "metrics.jsonl"
+        self._samples = run_dir / "samples.jsonl"
+        for path in (self._metrics, self._samples):
+            _keep_until(path, version)
+        self._board: Any = None
+        if tensorboard:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._board = SummaryWriter(str(run_dir / "tensorboard"), purge_step=version + 1)
+
+    def write(self, row: Row) -> None:
+        _append(self._metrics, [row])
+        if self._board is not None:
+            for name, value in row.items():
+                if isinstance(value, int | float):
+                    self._board.add_scalar(name, value, row["step"])
+            self._board.flush()
+        logger.info(
+            "step %d: reward %.3f loss %.4f grad norm %.3f staleness %.2f rho %.3f ess %.3f | %d tokens, "
+            "%.1f s (%.1f waiting), %.1f samples/s",
+            *(
+                row[k]
+                for k in ("step", "reward/mean", "loss", "grad_norm", "staleness/mean", "rho/mean", "ess")
+            ),
+            *(row[k] for k in ("tokens", "time/step", "time/wait_batch", "samples_per_second")),
+        )
+
+    def write_samples(self, step: int, groups: Sequence[Group]) -> None:
+        """Some completions of a batch that was trained into version `step`."""
+        rows = [_sample(step, g, t) for g in groups[:1] for t in g.trajectories[:SAMPLES]]
+        _append(self._samples, rows)
+
+    def close(self) -> None:
+        if self._board is not None:
+            self._board.close()
+
+
+def _sample(step: int, group: Group, trajectory: Trajectory) -> Row:
+    sampled = trajectory.versions[trajectory.loss_mask > 0].tolist()
+    return {
+        "step": step,
+        "prompt_id": group.prompt_id,
+        "index": trajectory.index,
+        "reward": trajectory.reward,
+        "reward_parts": trajectory.reward_parts,
+        "finish_reason": trajectory.finish_reason,
+        "tokens": len(sampled),
+        "versions": [min(sampled, default=0), max(sampled, default=0)],
+        **trajectory.metadata,
+    }
+
+
+def _append(path: Path, rows: Iterable[Row]) -> None:
+    with path.open("a") as file:
+        file.writelines(json.dumps(row, default=str) + "\n" for row in rows)
+
+
+def _keep_until(path: Path, version: int) -> None:
+    """Drop the rows of steps after `version`, and a last line that was cut short."""
+    if not path.exists():
+        return
+    kept = []
+    for line in path.read_text().splitlines():
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError:
+            continue
+        if row.get("step", 0) <= version:
+            kept.append(line + "\n")
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text("".join(kept))
+    os.replace(temporary, path)

@@ -1,0 +1,121 @@
+"""Megatron's data-parallel wrapper and optimizer around the policy, and the learning-rate schedule.
+
+Losses arrive normalised over the global batch, so gradients are summed over micro-batches and data-parallel
+ranks and divided by nothing: Megatron's per-token mode, with its own division left out.
+"""
+
+import logging
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from learner import optimizer_resume
+from learner.config import OptimizerConfig, ParallelConfig
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Trainable:
+    model: Any
+    """Megatron's DistributedDataParallel around the policy."""
+    optimizer: Any
+    """Megatron's; fp32 master weights where the policy is bfloat16."""
+
+
+def make_trainable(model: Any, config: OptimizerConfig, parallel: ParallelConfig) -> Trainable:
+    """Wrap a policy for training. Collective over all ranks."""
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
+    from megatron.core.optimizer import get_megatron_optimizer
+    from megatron.core.utils import get_model_config
+
+    fields = get_model_config(model)
+    bfloat16 = fields.params_dtype is torch.bfloat16
+    prepare_schedule(fields)
+    fields.finalize_model_grads_func = _finalize_summed_gradients
+    wrapped = DistributedDataParallel(
+        fields,
+        DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True, use_distributed_optimizer=parallel.distributed_optimizer
+        ),
+        model,
+    )
+    wrapped.broadcast_params()
+    if parallel.distributed_optimizer:
+        optimizer_resume.apply()
+    optimizer = get_megatron_optimizer(
+        MegatronOptimizerConfig(
+            optimizer="adam",
+            lr=config.lr,
+            min_lr=config.min_lr,
+            weight_decay=config.weight_decay,
+            adam_beta1=config.betas[0],
+            adam_beta2=config.betas[1],
+            adam_eps=config.eps,
+            clip_grad=config.clip_grad,
+            bf16=bfloat16,
+            params_dtype=fields.params_dtype,
+            use_distributed_optimizer=parallel.distributed_optimizer,
+        ),
+        [wrapped],
+    )
+    return Trainable(wrapped, optimizer)
+
+
+def prepare_schedule(fields: Any) -> None:
+    """Set what Megatron's pipeline schedules read from a model's config, for micro-batches of our kind."""
+    fields.calculate_per_token_loss = True
+    # Micro-batches differ in length, so pipeline stages tell each other the shapes.
+    fields.variable_seq_lengths = fields.pipeline_model_parallel_size > 1
+
+
+def _finalize_summed_gradients(model: list[Any], num_tokens: Any = None, **fields: Any) -> None:
+    """Sum over ranks and stop there: the losses are divided already, so `num_tokens` is not passed on."""
+    from megatron.core.distributed import finalize_model_grads
+
+    del num_tokens
+    finalize_model_grads(model, None, **fields)
+
+
+def learning_rate(config: OptimizerConfig, step: int, steps: int) -> float:
+    """The rate that batch `step` (from 0) of `steps` is trained with.
+
+    Rises linearly over `warmup_steps`, then stays, or falls so that the last step has `min_lr`.
+    """
+    if step < config.warmup_steps:
+        return config.lr * (step + 1) / config.warmup_steps
+    if config.schedule == "constant":
+        return config.lr
+    done = min(1.0, (step - config.warmup_steps) / max(1, steps - 1 - config.warmup_steps))
+    left = 1 - done if config.schedule == "linear" else (1 + math.cos(math.pi * done)) / 2
+    return config.min_lr + (config.lr - config.min_lr) * left
+
+
+def set_rates(optimizer: Any, rate: float, weight_decay: float) -> None:
+    """Give every parameter group its learning rate and weight decay (norms and biases have none)."""
+    for group in optimizer.param_groups:
+        group["lr"] = rate * group.get("lr_mult", 1.0)
+        group["weight_decay"] = weight_decay * group.get("wd_mult", 1.0)
+
+
+def apply_gradients(optimizer: Any, clip_grad: float) -> tuple[float, bool]:
+    """Clip and step. Collective.
+
+    Returns:
+        The gradient's global norm before clipping, and whether the step was made: a norm that is not finite
+        leaves weights and optimizer as they were.
+    """
+    from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+
+    overflow = optimizer.prepare_grads()
+    norm = float(optimizer.get_grad_norm())
+    if overflow or not math.isfinite(norm):
+        logger.error("gradient norm is %s: this optimizer step is skipped and counted", norm)
+        return norm, False
+    if clip_grad > 0:
+        clip_grad_by_total_norm_fp32(optimizer.get_parameters(), clip_grad, norm)
+    optimizer.step_with_ready_grads()
+    return norm, True

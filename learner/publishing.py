@@ -1,0 +1,116 @@
+"""New versions out to the rollout servers, and the buffer told once they are loaded.
+
+`sync` moves the bytes; this drives it: global rank 0 publishes what every rank helps to export.
+"""
+
+import logging
+from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from learner import collectives, convert
+from learner.feed import BufferLine
+from sync.buckets import TensorSpec
+from sync.errors import PublishInterrupted
+from sync.publisher import PublishReport
+
+logger = logging.getLogger(__name__)
+
+
+class WeightSender(Protocol):
+    """What is asked of `sync.publisher.Publisher`."""
+
+    def wants_publish(self) -> bool: ...
+    def wait_for_members(self, count: int, timeout_s: float) -> bool: ...
+    def publish(
+        self, version: int, specs: list[TensorSpec], tensors: Iterable[tuple[str, Tensor]]
+    ) -> PublishReport: ...
+    def wait_loaded(self) -> PublishReport: ...
+
+
+class NoMembers(TimeoutError):
+    """No rollout server joined in time."""
+
+
+class Publishing:
+    """Owns the background wait for LOADED. `publish` is collective, the rest is rank 0's."""
+
+    def __init__(
+        self, model: Any, sender: WeightSender | None, line: BufferLine | None, join_timeout_s: float
+    ) -> None:
+        """Args:
+        model: The policy, without the data-parallel wrapper.
+        sender: On global rank 0; None elsewhere.
+        line: On global rank 0.
+        join_timeout_s: How long the first publish waits for the first member.
+        """
+        self._model = model
+        self._sender = sender
+        self._line = line
+        self._join_timeout_s = join_timeout_s
+        # One worker: the sender's methods are never called side by side, and `publish` waits for it first.
+        self._background = ThreadPoolExecutor(1, "wait-loaded")
+        self._pending: Future[None] | None = None
+        self._version: int | None = None
+        self.last: PublishReport | None = None
+        """Of the newest version that is loaded."""
+
+    def publish(self, version: int) -> None:
+        """Bring `version` to all servers; returns when its bytes are sent; they load in the background.
+
+        Raises:
+            NoMembers: Nobody was there for the first publish.
+        """
+        self.settle()
+        if self._version is None and self._sender is not None:
+            logger.info("waiting for a rollout server to publish version %d to", version)
+            if not self._sender.wait_for_members(1, self._join_timeout_s):
+                raise NoMembers(
+                    f"no rollout server joined within {self._join_timeout_s:g} s (sync.join_timeout_s); "
+                    "start one, with the same sync.address and name"
+                )
+        while self._interrupted(version):
+            logger.warning("version %d goes out again, to the servers that are left", version)
+        self._version = version
+        if self._sender is not None:
+            self._pending = self._background.submit(self._confirm, version)
+
+    def _interrupted(self, version: int) -> bool:
+        """One try on all ranks; whether a lost member means another."""
+        interrupted = False
+        specs = convert.export_specs(self._model)
+        tensors = convert.export_hf(self._model)
+        if self._sender is not None:
+            try:
+                self._sender.publish(version, specs, tensors)
+            except PublishInterrupted as error:
+                logger.warning("publish interrupted: %s", error)
+                interrupted = True
+        else:
+            for _ in tensors:
+                pass
+        return bool(collectives.broadcast_numbers([interrupted])[0])
+
+    def _confirm(self, version: int) -> None:
+        assert self._sender is not None
+        assert self._line is not None
+        report = self._sender.wait_loaded()
+        for name, reason in report.lost:
+            logger.warning("rollout server %s lost: %s", name, reason)
+        self._line.ask(lambda buffer: buffer.published(version)).result()
+        self.last = report
+
+    def wanted(self) -> bool:
+        """Whether a server waits for the newest published version. Never before the first publish."""
+        return self._version is not None and self._sender is not None and self._sender.wants_publish()
+
+    def settle(self) -> None:
+        """Wait until the last version is loaded and the buffer knows; raises what went wrong there."""
+        if self._pending is not None:
+            pending, self._pending = self._pending, None
+            pending.result()
+
+    def close(self) -> None:
+        self._background.shutdown(wait=False, cancel_futures=True)

@@ -1,0 +1,63 @@
+"""One row a step, put together on every rank and written on global rank 0."""
+
+import time
+from typing import Any
+
+from buffer.records import Batch
+from learner.metrics import Journal, Row, StepReport, Timings, batch_row
+from sync.publisher import PublishReport
+
+
+class Reporter:
+    """Owns the step's clock; `write` is collective."""
+
+    def __init__(self, journal: Journal | None, max_staleness: int, samples_every: int) -> None:
+        """Args:
+        journal: On global rank 0; None elsewhere.
+        """
+        self._journal = journal
+        self._max_staleness = max_staleness
+        self._samples_every = samples_every
+        self.timed = Timings()
+        self._started = time.perf_counter()
+
+    def write(self, step: int, shard: Batch, report: StepReport, published: PublishReport | None) -> None:
+        """Report the batch that became version `step`, and what was spent since the last report."""
+        now = time.perf_counter()
+        seconds, self._started = now - self._started, now
+        about = batch_row(shard, self._max_staleness)
+        row: Row = {
+            "step": step,
+            "time": time.time(),
+            **about,
+            **report.row(),
+            **self.timed.take(),
+            "time/step": seconds,
+            "samples_per_second": about["samples"] / seconds,
+            "tokens_per_second": about["all_tokens"] / seconds,
+            **sync_row(published),
+        }
+        if self._journal is None:
+            return
+        self._journal.write(row)
+        if step % self._samples_every == 0 or step == 1:
+            self._journal.write_samples(step, shard.groups)
+
+    def close(self) -> None:
+        if self._journal is not None:
+            self._journal.close()
+
+
+def sync_row(published: PublishReport | None) -> dict[str, Any]:
+    """Of the newest version that the servers have loaded; it may be the one before this step's."""
+    if published is None:
+        return {}
+    return {
+        "sync/version": published.version,
+        "sync/members": len(published.members),
+        "sync/lost": len(published.lost),
+        "sync/bytes": published.size_bytes,
+        "sync/transfer_seconds": published.transfer_seconds,
+        "sync/load_seconds": published.load_seconds,
+        "sync/pause_seconds": published.pause_seconds,
+    }

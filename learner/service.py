@@ -1,0 +1,157 @@
+"""The learner as a process: what it is made of, in which order it starts, and what ends it."""
+
+import hashlib
+import logging
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from buffer.client import BufferClient
+from learner import convert, parallel
+from learner.checkpoint import Checkpoints, Setup
+from learner.config import LearnerExperiment
+from learner.feed import BufferLine, Command, Feed, NoBatch
+from learner.loop import Parts, StopFlag, finish, train
+from learner.metrics import Journal
+from learner.model import build_model
+from learner.optimizer import make_trainable, prepare_schedule
+from learner.publishing import Publishing, WeightSender
+from learner.reporting import Reporter
+from learner.step import Updater
+from sync.errors import SyncError
+from sync.publisher import Publisher
+
+logger = logging.getLogger(__name__)
+
+Connect = Callable[[LearnerExperiment], Any]
+"""Makes the buffer's client, an async context manager around a BatchSource."""
+OpenSender = Callable[[LearnerExperiment], Any]
+"""Makes a context manager around a WeightSender."""
+
+
+def run(experiment: LearnerExperiment) -> None:
+    """Train until the last version is made, or a signal comes; then leave a checkpoint and return.
+
+    Raises:
+        SystemExit: With status 1, after one line in the log that says what failed.
+    """
+    try:
+        serve(experiment, buffer_client, publisher)
+    except (ValueError, NoBatch, TimeoutError, SyncError) as error:
+        logger.error("the learner stops: %s", error)
+        sys.exit(1)
+
+
+def serve(experiment: LearnerExperiment, connect: Connect, open_sender: OpenSender) -> None:
+    """Everything of `run` but its last resort; the two seams are the caller's."""
+    stop = StopFlag()
+    stop.install()
+    parallel.initialize(experiment.learner.parallel, experiment.seed)
+    torch.set_num_threads(_threads(experiment))
+    with ExitStack() as stack:
+        stack.callback(parallel.shutdown)
+        parts = _assemble(experiment, stop, connect, open_sender, stack)
+        command = train(parts)
+        if command is Command.STOP:
+            logger.info("stopped after step %d: the same command goes on from there", parts.version)
+            return
+        if experiment.learner.checkpoint.export:
+            target = Path(experiment.run_dir) / "model"
+            convert.save_hf(_policy(parts), experiment.model.path, target)
+        finish(parts)
+        logger.info("finished after step %d", parts.version)
+
+
+def _assemble(
+    experiment: LearnerExperiment,
+    stop: StopFlag,
+    connect: Connect,
+    open_sender: OpenSender,
+    stack: ExitStack,
+) -> Parts:
+    learner, run_dir = experiment.learner, Path(experiment.run_dir)
+    if parallel.dp_size() > experiment.buffer.groups_per_batch:
+        raise ValueError(
+            f"{parallel.dp_size()} data-parallel ranks share buffer.groups_per_batch="
+            f"{experiment.buffer.groups_per_batch} groups; expected at least one group each"
+        )
+    trainable = make_trainable(_build(experiment), learner.optimizer, learner.parallel)
+    checkpoints = Checkpoints(run_dir, learner.checkpoint.keep, _setup(experiment))
+    version = checkpoints.resume(trainable)
+    is_source = parallel.rank() == parallel.model_parallel_source()
+    line = stack.enter_context(BufferLine(lambda: connect(experiment))) if is_source else None
+    is_first = parallel.rank() == 0
+    sender: WeightSender | None = stack.enter_context(open_sender(experiment)) if is_first else None
+    feed = Feed(line, learner.batch_timeout_s)
+    publishing = Publishing(trainable.model.module, sender, line, experiment.sync.join_timeout_s)
+    stack.callback(publishing.close)
+    journal = Journal(run_dir, experiment.logging.tensorboard, version) if is_first else None
+    reporter = Reporter(journal, experiment.buffer.max_staleness, experiment.logging.samples_every)
+    stack.callback(reporter.close)
+    updater = Updater(experiment, trainable, _reference(experiment))
+    frontier = feed.frontier()
+    feed.committed(checkpoints.safe_step())
+    return Parts(
+        experiment, trainable, updater, feed, publishing, checkpoints, reporter, stop, version, frontier
+    )
+
+
+def _build(experiment: LearnerExperiment) -> Any:
+    learner = experiment.learner
+    dtype = getattr(torch, experiment.model.dtype)
+    return build_model(experiment.model.path, learner.parallel, dtype, learner.recompute)
+
+
+def _reference(experiment: LearnerExperiment) -> Any | None:
+    """The initial policy, frozen; None when the loss has no distance to it."""
+    from megatron.core.utils import get_model_config
+
+    if not experiment.learner.algorithm.kl.coefficient:
+        return None
+    model = _build(experiment).requires_grad_(False)
+    prepare_schedule(get_model_config(model))
+    return model
+
+
+def _policy(parts: Parts) -> Any:
+    return parts.trainable.model.module
+
+
+def _setup(experiment: LearnerExperiment) -> Setup:
+    layout = experiment.learner.parallel
+    told = experiment.model_dump_json(include={"model", "buffer", "learner", "seed"})
+    return Setup(
+        dtype=experiment.model.dtype,
+        distributed_optimizer=layout.distributed_optimizer,
+        tensor=layout.tensor,
+        pipeline=layout.pipeline,
+        data=parallel.dp_size(),
+        config_digest=hashlib.blake2b(told.encode(), digest_size=16).hexdigest(),
+    )
+
+
+def _threads(experiment: LearnerExperiment) -> int:
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    cores = len(os.sched_getaffinity(0))
+    return experiment.learner.threads or max(1, cores // here)
+
+
+def buffer_client(experiment: LearnerExperiment) -> BufferClient:
+    return BufferClient(
+        experiment.buffer.address, "learner", experiment.name, f"learner-{parallel.dp_rank()}"
+    )
+
+
+@contextmanager
+def publisher(experiment: LearnerExperiment) -> Iterator[WeightSender]:
+    opened = Publisher(experiment.sync, experiment.name, parallel.device())
+    opened.start()
+    try:
+        yield opened
+    finally:
+        opened.close()

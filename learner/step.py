@@ -1,0 +1,181 @@
+"""One batch into one update of the policy, through Megatron's schedules.
+
+Called by `learner/loop.py` on every rank with its data-parallel shard; every call is collective. Ranks of one
+model copy (tensor and pipeline) hold the same shard and so make the same micro-batches in the same order.
+"""
+
+import hashlib
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from buffer.records import Batch, Group
+from learner import collectives, parallel
+from learner.advantages import Moments, advantages, moments
+from learner.config import LearnerExperiment
+from learner.losses import METRICS, Denominators, Metrics, objective
+from learner.metrics import StepReport
+from learner.optimizer import Trainable, apply_gradients, learning_rate, set_rates
+from learner.packing import MicroBatch, pack, pad
+
+
+@dataclass(slots=True)
+class _Part:
+    """What one optimizer step trains on: micro-batches of this rank, denominators of all."""
+
+    micro_batches: list[MicroBatch]
+    total: Denominators
+
+
+class Updater:
+    """Owns nothing but references; the trainable's weights and moments are the state."""
+
+    def __init__(self, experiment: LearnerExperiment, trainable: Trainable, reference: Any | None) -> None:
+        """Args:
+        reference: The frozen model of the KL term; None when its coefficient is 0.
+        """
+        self._experiment = experiment
+        self._trainable = trainable
+        self._reference = reference
+        self._temperature = experiment.rollout.sampling.temperature
+
+    def update(self, shard: Batch) -> StepReport:
+        """Train batch `shard.index`; the policy's version is that index plus 1 afterwards.
+
+        Raises:
+            ValueError: A reward or logprob that is not finite, or a malformed trajectory, with its place.
+        """
+        learner = self._experiment.learner
+        started = time.perf_counter()
+        parts = self._parts(shard)
+        if self._reference is not None:
+            self._fill("reference_logprobs", self._reference, parts)
+        if learner.updates_per_batch > 1:
+            # With one update the training pass itself is the proximal policy's.
+            self._fill("proximal_logprobs", self._trainable.model, parts)
+        rate = learning_rate(learner.optimizer, shard.index, learner.steps)
+        set_rates(self._trainable.optimizer, rate, learner.optimizer.weight_decay)
+        report = StepReport(lr=rate)
+        for part in parts:
+            if not part.total.tokens:
+                continue
+            sums = self._forward_backward(part)
+            report.forward_backward_seconds += time.perf_counter() - started
+            started = time.perf_counter()
+            norm, made = apply_gradients(self._trainable.optimizer, learner.optimizer.clip_grad)
+            report.add(sums, norm, made)
+            report.optimizer_seconds += time.perf_counter() - started
+            started = time.perf_counter()
+        return report
+
+    def _parts(self, shard: Batch) -> list[_Part]:
+        learner = self._experiment.learner
+        rewards = [np.array([t.reward for t in g.trajectories], np.float64) for g in shard.groups]
+        mine = moments(rewards)
+        batch = Moments(*collectives.sum_over_data([mine.count, mine.total, mine.total_squares]))
+        values = advantages(learner.algorithm.advantage, rewards, batch)
+        digests = [_digest(g) for g in shard.groups]
+        homes = update_of_groups(collectives.digests_over_data(digests), learner.updates_per_batch)
+        parts = []
+        for number in range(learner.updates_per_batch):
+            mine = [i for i, digest in enumerate(digests) if homes[digest] == number]
+            groups = [shard.groups[i] for i in mine]
+            micro_batches = pack(groups, [values[i] for i in mine], learner.tokens_per_microbatch)
+            parts.append(_Part(self._equal_counts(micro_batches), self._denominators(micro_batches)))
+        return parts
+
+    def _equal_counts(self, micro_batches: list[MicroBatch]) -> list[MicroBatch]:
+        """Pad to the most that any rank has, and at least one: Megatron's collectives pair them up."""
+        (most,) = collectives.max_over_data([max(1, len(micro_batches))])
+        return [m.to(parallel.device()) for m in pad(micro_batches, int(most))]
+
+    def _denominators(self, micro_batches: list[MicroBatch]) -> Denominators:
+        tokens = sum(len(m.target_ids) for m in micro_batches)
+        sequences = sum(len(torch.unique(m.sequence_index)) for m in micro_batches)
+        tokens, sequences = collectives.sum_over_data([tokens, sequences])
+        return Denominators(tokens, sequences, self._experiment.model.max_length)
+
+    def _fill(self, name: str, model: Any, parts: list[_Part]) -> None:
+        """Compute logprobs with `model`, without gradients, into that field of every micro-batch.
+
+        Only the last pipeline stage has them, and only it needs them.
+        """
+        for part in parts:
+            found = self._run(model, part.micro_batches, self._keep_logprobs, forward_only=True)
+            if found:
+                pairs = zip(part.micro_batches, found, strict=True)
+                part.micro_batches = [replace(m, **{name: logprobs}) for m, logprobs in pairs]
+
+    def _forward_backward(self, part: _Part) -> dict[str, float]:
+        self._trainable.model.zero_grad_buffer()
+        self._trainable.optimizer.zero_grad()
+        measure = partial(self._measure, total=part.total)
+        found = self._run(self._trainable.model, part.micro_batches, measure, forward_only=False)
+        return _reduce(found)
+
+    def _run(
+        self, model: Any, micro_batches: list[MicroBatch], measure: Any, forward_only: bool
+    ) -> list[Any]:
+        """Drive Megatron's schedule; what `measure` returned last for each micro-batch, on the last stage."""
+        from megatron.core.pipeline_parallel import get_forward_backward_func
+
+        def forward_step(batches: Iterator[MicroBatch], model: Any) -> tuple[Any, Any]:
+            batch = next(batches)
+            return model(batch, self._temperature), partial(measure, batch)
+
+        model.train(not forward_only)
+        return get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=iter(micro_batches),
+            model=[model],
+            num_microbatches=len(micro_batches),
+            seq_length=max(m.num_tokens for m in micro_batches),
+            micro_batch_size=1,
+            forward_only=forward_only,
+        )
+
+    def _measure(
+        self, batch: MicroBatch, output: tuple[Tensor, Tensor], total: Denominators
+    ) -> tuple[Tensor, Tensor, Metrics]:
+        logprobs, entropy = output
+        loss, metrics = objective(logprobs, entropy, batch, self._experiment.learner.algorithm, total)
+        return loss, _no_tokens(), metrics
+
+    @staticmethod
+    def _keep_logprobs(batch: MicroBatch, output: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        logprobs = output[0].detach()
+        return logprobs.sum(), _no_tokens(), logprobs
+
+
+def _no_tokens() -> Tensor:
+    """The count Megatron would divide gradients by in its per-token mode; ours are divided already."""
+    return torch.zeros((), dtype=torch.int32, device=parallel.device())
+
+
+def update_of_groups(digests: Iterable[bytes], updates: int) -> dict[bytes, int]:
+    """Which optimizer step of the batch trains which group, by digests of the ids of the whole batch.
+
+    Evenly many each, in the digests' order: the same for every layout.
+    """
+    ordered = sorted(set(digests))
+    return {digest: place * updates // len(ordered) for place, digest in enumerate(ordered)}
+
+
+def _digest(group: Group) -> bytes:
+    return hashlib.blake2b(group.group_id.encode(), digest_size=collectives.DIGEST_BYTES).digest()
+
+
+def _reduce(found: list[Metrics]) -> dict[str, float]:
+    """Metrics of this rank's micro-batches into those of the global batch, on every rank."""
+    sums = [float(sum(m[name] for m in found)) for name in METRICS]
+    highest = max((float(m["rho_max"]) for m in found), default=0.0)
+    sums = collectives.from_last_stage(
+        [*collectives.sum_over_data(sums), *collectives.max_over_data([highest])]
+    )
+    return dict(zip([*METRICS, "rho_max"], sums, strict=True))
