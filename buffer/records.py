@@ -1,6 +1,7 @@
 """The records that cross between the services, as numpy arrays and plain values.
 
-Made by rollout servers, kept by the buffer, read by the learner. `buffer/wire.py` says how they look in bytes.
+Made by rollout servers, kept by the buffer, read by the learner. `buffer/wire.py` says how they look in
+bytes.
 """
 
 from dataclasses import dataclass, field
@@ -34,7 +35,8 @@ class Lease:
 
 @dataclass(frozen=True, slots=True)
 class Trajectory:
-    """One completion with everything known of it. All arrays have length T, prompt and completion together."""
+    """One completion with everything known of it. All arrays have length T, prompt and completion
+    together."""
 
     index: int
     """Position in its group."""
@@ -72,15 +74,20 @@ class Group:
     @property
     def oldest_version(self) -> int:
         """Oldest version among the trained tokens; the staleness rule is about this one."""
-        return min((int(t.versions[t.loss_mask > 0].min()) for t in self.trajectories if t.loss_mask.any()), default=0)
+        return min(
+            (int(t.versions[t.loss_mask > 0].min()) for t in self.trajectories if t.loss_mask.any()),
+            default=0,
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """What the learner trains one policy version on: `groups_per_batch` groups, or one data-parallel rank's shard."""
+    """What the learner trains one policy version on: `groups_per_batch` groups, or one data-parallel rank's
+    shard."""
 
     index: int
-    """Counts from 0; training batch i makes policy version i + 1. The same index always gives the same groups."""
+    """Counts from 0; training batch i makes policy version i + 1. The same index always gives the same
+    groups."""
     groups: tuple[Group, ...]
     shares: dict[str, int]
     """Of the whole batch over all shards: `groups`, `trajectories`, `tokens`, `trained_tokens`."""

@@ -1,0 +1,26 @@
+"""`python -m buffer CONFIG [key=value …]`: one buffer service."""
+
+import logging
+import sys
+
+from buffer.config import BufferExperiment
+from buffer.experiment import load
+
+
+def main(arguments: list[str]) -> None:
+    if not arguments or arguments[0].startswith("-"):
+        sys.exit("usage: python -m buffer CONFIG [section.key=value …]")
+    try:
+        experiment = load(arguments[0], arguments[1:], BufferExperiment)
+        logging.basicConfig(
+            level=experiment.logging.level, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+        )
+        from buffer.service import run
+
+        run(experiment)
+    except ValueError as error:
+        sys.exit(str(error))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

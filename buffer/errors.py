@@ -1,0 +1,52 @@
+"""The answers that are not results: each crosses the wire by its `kind` and is raised again at the client."""
+
+from typing import ClassVar
+
+
+class Refusal(Exception):
+    """The buffer understood and says no. Never the end of the service."""
+
+    kind: ClassVar[str] = "refused"
+
+
+class RunFinished(Refusal):
+    """The learner made its last step and the final evaluation is in: nothing will be leased any more."""
+
+    kind = "run_finished"
+
+
+class DataExhausted(Refusal):
+    """The epochs are used up and no full batch can ever come."""
+
+    kind = "data_exhausted"
+
+
+class BadMessage(Refusal, ValueError):
+    """A field is missing, of the wrong type or out of range; the text names it."""
+
+    kind = "bad_message"
+
+
+class WrongRun(Refusal, ValueError):
+    """The peer speaks another schema or belongs to another run."""
+
+    kind = "wrong_run"
+
+
+class BatchForgotten(Refusal, ValueError):
+    """A checkpoint that holds this batch's effect was confirmed, and its groups were deleted."""
+
+    kind = "batch_forgotten"
+
+
+class BufferUnreachable(TimeoutError):
+    """No answer from the buffer within the call's deadline."""
+
+
+class BufferInUse(ValueError):
+    """The address or the run folder belongs to another live buffer."""
+
+
+KINDS: dict[str, type[Refusal]] = {
+    c.kind: c for c in (Refusal, RunFinished, DataExhausted, BadMessage, WrongRun, BatchForgotten)
+}

@@ -1,0 +1,158 @@
+"""Evaluations: which versions are evaluated, their prompts' way through leases, their scores, and eval.jsonl.
+
+Evaluation groups are kept as printable lines, never trained. An evaluation closes when each of its prompts
+was scored or dropped; its lines are then appended to eval.jsonl, whose written length is a fact in the store,
+so that a crash between file and store neither loses nor doubles a line.
+"""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from buffer.database import Database
+from buffer.ledger import Ledger
+from buffer.prompts import Row
+from buffer.records import Group, Trajectory
+
+
+class Evaluations:
+    def __init__(
+        self, database: Database, ledger: Ledger, rows: list[Row], every: int | None, path: Path | None
+    ) -> None:
+        """`rows` empty: nothing is ever evaluated. `path` None: no file is written."""
+        self.rows = rows
+        self._database = database
+        self._ledger = ledger
+        self._every = every
+        self._path = path
+
+    def published(self, version: int) -> None:
+        """Open the evaluation of a version if one is due: version 0, and every `every` versions."""
+        last = self._database.one("SELECT max(version) FROM evals")
+        due = (
+            version == 0
+            if self._every is None
+            else last is None or version // self._every > last // self._every
+        )
+        if due:
+            self._open(version, final=False)
+
+    def finished(self, version: int) -> None:
+        """Open the last one, unless that version already has one."""
+        self._open(version, final=True)
+
+    def _open(self, version: int, final: bool) -> None:
+        if not self.rows or self._database.one("SELECT 1 FROM evals WHERE version = ?", version):
+            return
+        self._database.run(
+            "INSERT INTO evals (version, final, state) VALUES (?, ?, 'open')", version, int(final)
+        )
+        for row in range(len(self.rows)):
+            self._ledger.enter(f"eval/{version}/{row}", "eval", version, row, turn=row)
+        self._ledger.changed = True
+
+    def outstanding(self) -> bool:
+        """Whether an evaluation is open."""
+        return self._database.one("SELECT 1 FROM evals WHERE state = 'open' LIMIT 1") is not None
+
+    def record(self, group: Group) -> None:
+        """Keep a scored group as lines of eval.jsonl."""
+        version, row = _place(group.prompt_id)
+        trajectories = group.trajectories
+        lines = "".join(_line(version, self.rows[row], group, t) for t in trajectories)
+        self._database.run(
+            "INSERT INTO eval_groups VALUES (?, ?, ?, ?, ?, ?, ?)",
+            *(group.prompt_id, version, row, group.group_id),
+            *(len(trajectories), sum(t.reward for t in trajectories), lines),
+        )
+        self._ledger.move(group.prompt_id, "scored")
+        self._close_if_done(version)
+
+    def dropped(self, prompt_id: str) -> None:
+        """A prompt left, which may have been the last that an evaluation waited for."""
+        if prompt_id.startswith("eval/"):
+            self._close_if_done(_place(prompt_id)[0])
+
+    def _close_if_done(self, version: int) -> None:
+        """Score an evaluation once nothing of it is queued or leased."""
+        left = self._database.one(
+            "SELECT 1 FROM prompts WHERE kind = 'eval' AND epoch = ? "
+            "AND state IN ('queued', 'leased') LIMIT 1",
+            version,
+        )
+        if left:
+            return
+        completions, rewards = self._database.run(
+            "SELECT total(completions), total(reward_sum) FROM eval_groups WHERE version = ?", version
+        ).fetchone()
+        score = rewards / completions if completions else None
+        self._database.run(
+            "UPDATE evals SET state = 'closed', score = ?, completions = ? "
+            "WHERE version = ? AND state = 'open'",
+            *(score, int(completions), version),
+        )
+        self._ledger.changed = True
+
+    def scores(self) -> dict[int, float | None]:
+        """Mean reward per evaluated version; None where every prompt was dropped."""
+        return dict(
+            self._database.run(
+                "SELECT version, score FROM evals WHERE state != 'open' ORDER BY version"
+            ).fetchall()
+        )
+
+    def write(self) -> bool:
+        """Append what closed since the last call to eval.jsonl; whether there was anything."""
+        closed = self._database.run(
+            "SELECT version, final, score, completions FROM evals WHERE state = 'closed' ORDER BY version"
+        ).fetchall()
+        for version, final, score, completions in closed:
+            rows = self._database.run("SELECT lines FROM eval_groups WHERE version = ? ORDER BY row", version)
+            summary = {
+                "kind": "score",
+                "version": version,
+                "score": score,
+                "completions": completions,
+                "prompts": len(self.rows),
+                "final": bool(final),
+            }
+            self._append("".join(lines for (lines,) in rows) + json.dumps(summary) + "\n")
+            self._database.run("UPDATE evals SET state = 'written' WHERE version = ?", version)
+        return bool(closed)
+
+    def _append(self, text: str) -> None:
+        if self._path is None:
+            return
+        with self._path.open("ab") as file:
+            file.truncate(self._database.fact("eval_bytes", 0))
+            file.write(text.encode())
+            file.flush()
+            os.fsync(file.fileno())
+            self._database.set_fact("eval_bytes", file.tell())
+
+
+def _place(prompt_id: str) -> tuple[int, int]:
+    """Version and row of `eval/{version}/{row}`."""
+    version, row = prompt_id.split("/")[1:]
+    return int(version), int(row)
+
+
+def _line(version: int, row: Row, group: Group, trajectory: Trajectory) -> str:
+    metadata = dict(trajectory.metadata)
+    labels = trajectory.versions[trajectory.loss_mask > 0]
+    line: dict[str, Any] = {
+        "kind": "completion",
+        "version": version,
+        "prompt_id": group.prompt_id,
+        "prompt": row["prompt"],
+        "answer": row.get("answer"),
+        "index": trajectory.index,
+        "completion": metadata.pop("text", ""),
+        "reward": trajectory.reward,
+        "reward_parts": trajectory.reward_parts,
+        "finish_reason": trajectory.finish_reason,
+        "sampled_by": [int(labels.min()), int(labels.max())] if len(labels) else [],
+        "metadata": metadata,
+    }
+    return json.dumps(line, ensure_ascii=False, default=str) + "\n"

@@ -1,0 +1,104 @@
+"""Headers: msgpack mappings, and checks of single fields.
+
+Each check returns the value as its type or raises `BadMessage` naming the field.
+"""
+
+import math
+from typing import Any, cast
+
+import msgpack
+
+from buffer.errors import BadMessage
+
+MAX_INT = 2**31 - 1
+MAX_TEXT = 512
+MAX_ITEMS = 1 << 16
+
+
+def text(fields: dict[str, Any], name: str, longest: int = MAX_TEXT) -> str:
+    """A text of 1 to `longest` characters."""
+    value = _field(fields, name)
+    if not isinstance(value, str) or not 1 <= len(value) <= longest:
+        raise BadMessage(f"{name}: expected a text of 1 to {longest} characters, got {_short(value)}")
+    return value
+
+
+def integer(fields: dict[str, Any], name: str, low: int = 0, high: int = MAX_INT) -> int:
+    value = _field(fields, name)
+    if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+        raise BadMessage(f"{name}: expected an integer from {low} to {high}, got {_short(value)}")
+    return value
+
+
+def number(fields: dict[str, Any], name: str, low: float = -math.inf, high: float = math.inf) -> float:
+    """A finite number."""
+    value = _field(fields, name)
+    if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
+        raise BadMessage(f"{name}: expected a finite number, got {_short(value)}")
+    if not low <= value <= high:
+        raise BadMessage(f"{name}: expected a number from {low} to {high}, got {_short(value)}")
+    return float(value)
+
+
+def flag(fields: dict[str, Any], name: str) -> bool:
+    value = _field(fields, name)
+    if not isinstance(value, bool):
+        raise BadMessage(f"{name}: expected true or false, got {_short(value)}")
+    return value
+
+
+def choice(fields: dict[str, Any], name: str, allowed: tuple[str, ...]) -> str:
+    value = _field(fields, name)
+    if not isinstance(value, str) or value not in allowed:
+        raise BadMessage(f"{name}: expected one of {', '.join(allowed)}, got {_short(value)}")
+    return value
+
+
+def mapping(fields: dict[str, Any], name: str) -> dict[str, Any]:
+    """A mapping with text keys."""
+    value = _field(fields, name)
+    if not isinstance(value, dict):
+        raise BadMessage(f"{name}: expected a mapping, got {_short(value)}")
+    items = cast("dict[Any, Any]", value)
+    for key in items:
+        if not isinstance(key, str):
+            raise BadMessage(f"{name}: expected text keys, got {_short(key)}")
+    return items
+
+
+def sequence(fields: dict[str, Any], name: str, longest: int = MAX_ITEMS) -> list[Any]:
+    value = _field(fields, name)
+    if not isinstance(value, list) or len(cast("list[Any]", value)) > longest:
+        raise BadMessage(f"{name}: expected a list of at most {longest}, got {_short(value)}")
+    return cast("list[Any]", value)
+
+
+def texts(fields: dict[str, Any], name: str) -> list[str]:
+    return [text({f"{name}[{i}]": v}, f"{name}[{i}]") for i, v in enumerate(sequence(fields, name))]
+
+
+def _field(fields: dict[str, Any], name: str) -> Any:
+    key = name.rsplit(".", 1)[-1]
+    if key not in fields:
+        raise BadMessage(f"{name}: missing")
+    return fields[key]
+
+
+def _short(value: Any) -> str:
+    shown = repr(value)
+    return shown if len(shown) <= 80 else f"{shown[:77]}..."
+
+
+def pack(value: dict[str, Any]) -> bytes:
+    try:
+        return cast("bytes", msgpack.packb(value))
+    except (TypeError, OverflowError, ValueError) as error:
+        raise BadMessage(f"header: only plain values can be sent: {error}") from None
+
+
+def unpack(frame: bytes | bytearray | memoryview, where: str) -> dict[str, Any]:
+    try:
+        value: Any = msgpack.unpackb(frame)
+    except (ValueError, TypeError, OverflowError, msgpack.UnpackException) as error:
+        raise BadMessage(f"{where}: not msgpack: {str(error) or type(error).__name__}") from None
+    return mapping({where: value}, where)

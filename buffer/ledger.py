@@ -1,0 +1,159 @@
+"""The ledger: where every prompt is, who holds it on lease, and which rule took it out.
+
+A prompt gets its row at its first lease and keeps it for good: queued, leased, stored, batched, trained, or
+dropped by a named rule, so that every prompt of an epoch can be accounted for.
+"""
+
+import uuid
+from collections.abc import Callable
+
+from buffer.database import Database
+from buffer.prompts import PromptQueue, Row
+from buffer.records import Lease, Prompt
+
+MAX_FAILURES = 3
+"""A prompt given up more often than this is dropped by rule `failed`."""
+
+
+class Ledger:
+    """Leases and prompts in `database`. Deadlines are kept in memory only: servers outlive the buffer, so
+    each lease gets its full time again when the store is opened."""
+
+    def __init__(
+        self,
+        database: Database,
+        queue: PromptQueue,
+        eval_rows: list[Row],
+        timeout_s: float,
+        clock: Callable[[], float],
+    ) -> None:
+        self.queue = queue
+        self.changed = False
+        """A prompt came back or left: a waiting lease may succeed. Whoever wakes the waiters clears it."""
+        self._rows = {"train": queue.rows, "eval": eval_rows}
+        self._database = database
+        self._timeout_s = timeout_s
+        self._clock = clock
+        deadline = clock() + timeout_s
+        self._deadlines = {i: deadline for (i,) in database.run("SELECT lease_id FROM leases")}
+
+    def place(self) -> tuple[int, int]:
+        """Epoch and position of the next fresh prompt."""
+        return self._database.fact("epoch", 0), self._database.fact("position", 0)
+
+    def draw(self, limit: int) -> list[tuple[str, int]]:
+        """Id and row of the next training prompts: those that came back first, then fresh ones in epoch
+        order."""
+        drawn = self.queued("train", limit)
+        start = epoch, position = self.place()
+        while len(drawn) < limit:
+            row = self.queue.at(epoch, position)
+            if row is None:
+                break
+            self.enter(f"{epoch}/{row}", "train", epoch, row, turn=0)
+            drawn.append((f"{epoch}/{row}", row))
+            epoch, position = self.queue.after(epoch, position)
+        if (epoch, position) != start:  # an empty answer must not cost a write
+            self._database.set_fact("epoch", epoch)
+            self._database.set_fact("position", position)
+        return drawn
+
+    def enter(self, prompt_id: str, kind: str, epoch: int, row: int, turn: int) -> None:
+        """A prompt's first entry: queued."""
+        self._database.run(
+            "INSERT INTO prompts (prompt_id, kind, epoch, row, state, turn) VALUES (?, ?, ?, ?, 'queued', ?)",
+            *(prompt_id, kind, epoch, row, turn),
+        )
+
+    def queued(self, kind: str, limit: int) -> list[tuple[str, int]]:
+        """Id and row of prompts that wait, the oldest lease first."""
+        return self._database.run(
+            "SELECT prompt_id, row FROM prompts WHERE kind = ? AND state = 'queued' "
+            "ORDER BY epoch, turn LIMIT ?",
+            *(kind, max(0, limit)),
+        ).fetchall()
+
+    def exhausted(self) -> bool:
+        """No training prompt waits, is on lease, or is left in the epochs."""
+        alive = self._database.one(
+            "SELECT 1 FROM prompts WHERE kind = 'train' AND state = 'queued' "
+            "UNION ALL SELECT 1 FROM leases WHERE kind = 'train' LIMIT 1"
+        )
+        return alive is None and self.queue.at(*self.place()) is None
+
+    # Leases
+
+    def lend(self, name: str, request_id: str, version: int, kind: str, prompt_id: str, row: int) -> Lease:
+        turn = self._database.fact("turn", 0)
+        self._database.set_fact("turn", turn + 1)
+        lease_id = f"{turn}-{uuid.uuid4().hex}"
+        self._database.run(
+            "INSERT INTO leases VALUES (?, ?, ?, ?, ?, ?, ?)",
+            *(lease_id, prompt_id, kind, name, request_id, version, turn),
+        )
+        self._database.run(
+            "UPDATE prompts SET state = 'leased', turn = ? WHERE prompt_id = ?", turn, prompt_id
+        )
+        self._deadlines[lease_id] = self._clock() + self._timeout_s
+        return Lease(lease_id, Prompt(prompt_id, self._rows[kind][row]), kind, version)
+
+    def lent_for(self, request_id: str) -> list[Lease]:
+        """What a request was granted and is still live."""
+        found = self._database.run(
+            "SELECT lease_id, prompt_id, row, leases.kind, version "
+            "FROM leases JOIN prompts USING (prompt_id) WHERE request_id = ? ORDER BY leases.turn",
+            request_id,
+        )
+        return [Lease(i, Prompt(p, self._rows[kind][row]), kind, v) for i, p, row, kind, v in found]
+
+    def renew(self, lease_ids: list[str]) -> set[str]:
+        """Give live leases their full time again; returns those that are nobody's any more."""
+        deadline = self._clock() + self._timeout_s
+        lost = {i for i in lease_ids if i not in self._deadlines}
+        self._deadlines.update({i: deadline for i in lease_ids if i not in lost})
+        return lost
+
+    def late(self) -> list[str]:
+        """Leases that ran out."""
+        now = self._clock()
+        return [i for i, deadline in self._deadlines.items() if deadline <= now]
+
+    def end(self, lease_id: str) -> str | None:
+        """Take a lease back; its prompt, or None when it is not live."""
+        self._deadlines.pop(lease_id, None)
+        return self._database.one("DELETE FROM leases WHERE lease_id = ? RETURNING prompt_id", lease_id)
+
+    def end_of_prompt(self, prompt_id: str) -> None:
+        """Take a prompt's lease back, whoever holds it."""
+        holder = self._database.one("SELECT lease_id FROM leases WHERE prompt_id = ?", prompt_id)
+        if holder is not None:
+            self.end(holder)
+
+    # States
+
+    def move(self, prompt_id: str, state: str) -> None:
+        self._database.run("UPDATE prompts SET state = ? WHERE prompt_id = ?", state, prompt_id)
+
+    def requeue(self, prompt_id: str, cause: str) -> None:
+        self.move(prompt_id, "queued")
+        self._database.count(f"requeued/{cause}")
+        self.changed = True
+
+    def drop(self, prompt_id: str, rule: str) -> None:
+        self.move(prompt_id, "dropped")
+        self._database.run("UPDATE prompts SET rule = ? WHERE prompt_id = ?", rule, prompt_id)
+        self._database.count(f"dropped/{rule}")
+        self.changed = True
+
+    def fail(self, prompt_id: str, reason: str, requeue: bool) -> bool:
+        """Count a failure; whether the prompt goes back to the queue rather than being dropped."""
+        self._database.count(f"failed/{reason}")
+        failures = self._database.one(
+            "UPDATE prompts SET failures = failures + 1 WHERE prompt_id = ? RETURNING failures", prompt_id
+        )
+        again = requeue and failures <= MAX_FAILURES
+        if again:
+            self.requeue(prompt_id, "failed")
+        else:
+            self.drop(prompt_id, "failed")
+        return again

@@ -1,0 +1,270 @@
+"""The buffer's socket: requests in, answers out, each request its own task.
+
+The event loop only moves messages. The store has a thread (`commits.py`), reading batches has another, so
+that a thousand waiting polls and a gigabyte on its way out never hold up a renewal.
+"""
+
+import asyncio
+import ipaddress
+import logging
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import zmq
+import zmq.asyncio
+
+from buffer import assembly, wire
+from buffer.commits import Change, Commits, happens
+from buffer.config import BufferConfig
+from buffer.database import read_only
+from buffer.errors import BadMessage, BufferInUse, Refusal, RunFinished
+from buffer.store import Store
+from buffer.wire import Request
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+Answer = tuple[dict[str, Any], list[bytes]]
+
+TICK_S = 0.5
+FAREWELL_S = 3.0
+"""How long a finished buffer stays for clients that lost its last answer and ask again."""
+
+
+@dataclass(slots=True)
+class Traffic:
+    """What went over the socket since the start."""
+
+    requests: int = 0
+    bad_messages: int = 0
+    groups_in: int = 0
+    groups_out: int = 0
+    trajectories_in: int = 0
+    bytes_in: int = 0
+    bytes_out: int = 0
+    waiting_leases: int = 0
+    waiting_batches: int = 0
+    loop_lag_s: float = 0.0
+    """The latest a timer came in the last tick."""
+
+
+@dataclass(slots=True)
+class Peers:
+    """Rollout servers by name."""
+
+    seen: dict[str, float] = field(default_factory=dict)
+    told: set[str] = field(default_factory=set)
+    """That the run is finished."""
+
+    def live(self, patience_s: float) -> list[str]:
+        return [name for name, when in self.seen.items() if time.monotonic() - when < patience_s]
+
+
+class BufferServer:
+    """Serves `store` on `config.address` while `run` runs."""
+
+    def __init__(self, store: Store, path: Path, run_id: str, config: BufferConfig) -> None:
+        """Binds. `path` is the store's file, read by a second connection.
+
+        Raises:
+            BufferInUse: The address is taken.
+            ValueError: The address reaches beyond this machine.
+        """
+        self.traffic = Traffic()
+        self.peers = Peers()
+        self._run_id = run_id
+        self._config = config
+        self._commits = Commits(store)
+        self._over_since: float | None = None
+        self._context = zmq.asyncio.Context()
+        self._socket = _bind(self._context, config)
+        self._connection = read_only(path)
+        self._reader = ThreadPoolExecutor(1, thread_name_prefix="reader")
+
+    async def run(self) -> None:
+        """Answer until cancelled; a fault of ours, or of the disk, comes out here."""
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._commits.run())
+            tasks.create_task(self._tick())
+            while True:
+                frames = await self._socket.recv_multipart(copy=False)
+                tasks.create_task(self._serve(frames))
+
+    def close(self) -> None:
+        self._commits.close()
+        self._reader.shutdown()
+        self._connection.close()
+        self._socket.close(linger=500)
+        self._context.term()
+
+    async def status(self) -> dict[str, Any]:
+        """The store's numbers and the socket's."""
+        numbers = await self._commits.submit(Store.status)
+        traffic = {name: getattr(self.traffic, name) for name in Traffic.__slots__}
+        return {
+            **numbers,
+            **traffic,
+            "transactions": self._commits.transactions,
+            "servers": self.peers.live(self._config.lease_timeout_s),
+        }
+
+    def may_end(self, over: bool) -> bool:
+        """Whether the run is over and every rollout server knows, or has been silent for a lease's time."""
+        if not over:
+            return False
+        self._over_since = self._over_since or time.monotonic()
+        waited = time.monotonic() - self._over_since >= FAREWELL_S
+        return waited and set(self.peers.live(self._config.lease_timeout_s)) <= self.peers.told
+
+    async def _tick(self) -> None:
+        """Consumes time: puts leases that ran out back, and measures how late the loop is."""
+        while True:
+            before = time.monotonic()
+            await asyncio.sleep(min(TICK_S, self._config.lease_timeout_s / 4))
+            self.traffic.loop_lag_s = max(0.0, time.monotonic() - before - TICK_S)
+            expired = await self._commits.submit(Store.expire)
+            if expired:
+                logger.warning("%d leases ran out: their prompts go back to the queue", expired)
+
+    async def _serve(self, frames: list[zmq.Frame]) -> None:
+        """One request from its frames to its answer; a fault of the sender's becomes an error reply."""
+        identity, payload = frames[0], [f.buffer for f in frames[1:]]
+        self.traffic.requests += 1
+        header = payload[0] if payload else b""
+        try:
+            request = wire.decode_request(header, self._run_id)
+            fields, out = await self._answer(request, payload[1:])
+            reply = wire.encode_reply(request.request_id, fields)
+        except Refusal as refusal:
+            if isinstance(refusal, BadMessage):
+                self.traffic.bad_messages += 1
+                logger.warning("bad message: %s", refusal)
+            reply, out = wire.encode_refusal(wire.request_id_of(header), refusal), []
+        self.traffic.bytes_out += sum(map(len, out))
+        await self._socket.send_multipart([identity.bytes, reply, *out], copy=False)
+
+    async def _answer(self, request: Request, frames: list[memoryview]) -> Answer:
+        if request.role == "rollout":
+            self.peers.seen[request.name] = time.monotonic()
+        fields, submit = request.fields, self._commits.submit
+        match request.verb:
+            case "lease":
+                return await self._lease(request), []
+            case "renew":
+                lost = await submit(lambda store: store.renew(fields["lease_ids"]))
+                return {"lost": sorted(lost)}, []
+            case "deliver":
+                return await self._deliver(frames), []
+            case "give_up":
+                await submit(lambda s: s.give_up(fields["lease_id"], fields["reason"], fields["requeue"]))
+            case "batch":
+                return await self._batch(request)
+            case "published":
+                await submit(lambda store: store.published(fields["version"]))
+            case "committed":
+                await submit(lambda store: store.committed(fields["index"]))
+            case "finished":
+                await submit(lambda store: store.finish(fields["version"]))
+            case "status":
+                return {"status": await self.status()}, []
+            case _:
+                return {"max_message_bytes": self._config.max_message_mib << 20}, []
+        return {}, []
+
+    async def _lease(self, request: Request) -> dict[str, Any]:
+        count, wait_s = request.fields["max_groups"], request.fields["wait_s"]
+        self.traffic.waiting_leases += 1
+        try:
+            leases = await self._poll(
+                self._commits.room, wait_s, lambda store: store.lease(request.name, request.request_id, count)
+            )
+        except RunFinished:
+            self.peers.told.add(request.name)
+            raise
+        finally:
+            self.traffic.waiting_leases -= 1
+        return wire.encode_leases(leases)
+
+    async def _deliver(self, frames: list[memoryview]) -> dict[str, Any]:
+        if len(frames) != 2:
+            raise BadMessage(f"frames: expected meta and arrays behind the header, got {len(frames)} frames")
+        meta, arrays = frames
+
+        def keep(store: Store) -> tuple[bool, int]:
+            group = wire.decode_group(meta, arrays)
+            return store.deliver(group, meta, arrays), len(group.trajectories)
+
+        stored, trajectories = await self._commits.submit(keep)
+        self.traffic.groups_in += stored
+        self.traffic.trajectories_in += trajectories if stored else 0
+        self.traffic.bytes_in += meta.nbytes + arrays.nbytes
+        return {"stored": stored}
+
+    async def _batch(self, request: Request) -> Answer:
+        fields = request.fields
+        self.traffic.waiting_batches += 1
+        try:
+            found = await self._poll(
+                self._commits.stock, fields["wait_s"], lambda store: store.batch(fields["index"])
+            )
+        finally:
+            self.traffic.waiting_batches -= 1
+        if found is None:
+            return {"ready": False}, []
+        sequences = found.shard(fields["dp_rank"], fields["dp_size"])
+        loop = asyncio.get_running_loop()
+        frames = await loop.run_in_executor(self._reader, assembly.payloads, self._connection, sequences)
+        self.traffic.groups_out += len(sequences)
+        return {"ready": True, "index": found.index, "shares": found.shares, "groups": len(sequences)}, frames
+
+    async def _poll(self, change: Change, wait_s: float, attempt: Callable[[Store], T]) -> T:
+        """Try, and again after each change, until something came or the time is over; then the empty
+        answer."""
+        deadline = time.monotonic() + wait_s
+        while True:
+            event = change.next
+            found = await self._commits.submit(attempt)
+            left = deadline - time.monotonic()
+            if found or left <= 0:
+                return found
+            await happens(event, left)
+
+
+def _bind(context: zmq.asyncio.Context, config: BufferConfig) -> zmq.asyncio.Socket:
+    if not _is_local(config.address):
+        context.term()
+        raise ValueError(
+            f"buffer.address: {config.address} reaches beyond this machine, which needs keys; "
+            "use a loopback address"
+        )
+    socket = context.socket(zmq.ROUTER)
+    socket.setsockopt(zmq.MAXMSGSIZE, config.max_message_mib << 20)
+    socket.setsockopt(zmq.HEARTBEAT_IVL, 5000)
+    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 20000)
+    socket.setsockopt(zmq.IPV6, 1)
+    try:
+        socket.bind(config.address)
+    except zmq.ZMQError as error:
+        socket.close(linger=0)
+        context.term()
+        if error.errno == zmq.EADDRINUSE:
+            raise BufferInUse(
+                f"buffer.address: {config.address} is taken; stop who listens there or set another"
+            ) from None
+        raise ValueError(f"buffer.address: {config.address}: {error}") from None
+    return socket
+
+
+def _is_local(address: str) -> bool:
+    scheme, _, rest = address.partition("://")
+    host = rest.rpartition(":")[0].strip("[]")
+    if scheme == "ipc" or host == "localhost":
+        return True
+    try:
+        return scheme == "tcp" and ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

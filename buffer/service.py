@@ -1,0 +1,114 @@
+"""The buffer service: opens the run's store, serves it, writes its numbers, ends when the run is over or it
+is told."""
+
+import asyncio
+import json
+import logging
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import uvloop
+
+from buffer.commits import happens
+from buffer.config import BufferExperiment
+from buffer.database import RunLock
+from buffer.prompts import EVAL_SEED, PromptQueue, load_rows
+from buffer.server import BufferServer
+from buffer.store import Sources, Store
+
+logger = logging.getLogger(__name__)
+
+REPORT_S = 2.0
+
+
+def run(experiment: BufferExperiment) -> None:
+    """Serve until the run is over, or SIGINT or SIGTERM.
+
+    Raises:
+        ValueError: The user's mistakes, one line each: data, address, run folder.
+    """
+    run_dir = Path(experiment.run_dir)
+    lock = RunLock(run_dir)
+    try:
+        uvloop.run(_serve(experiment, run_dir))
+    finally:
+        lock.release()
+
+
+async def _serve(experiment: BufferExperiment, run_dir: Path) -> None:
+    """Consumes requests (in the server's tasks); waits for the next report; unblocked by time or a signal."""
+    stop = _stop_on_signals()
+    store = Store(run_dir, experiment.name, experiment.buffer, _sources(experiment), time.monotonic)
+    server = BufferServer(store, run_dir / "buffer.sqlite", experiment.name, experiment.buffer)
+    logger.info(
+        "buffer of %s at %s, %d prompts",
+        experiment.name,
+        experiment.buffer.address,
+        len(store.ledger.queue.rows),
+    )
+    report = Report(run_dir / "metrics" / "buffer.jsonl")
+    async with asyncio.TaskGroup() as tasks:
+        serving = tasks.create_task(server.run())
+        while not stop.is_set():
+            await happens(stop, REPORT_S)
+            status = await server.status()
+            report.write(status)
+            if server.may_end(status["over"]):
+                stop.set()
+        serving.cancel()
+    server.close()
+    store.close()
+    logger.info("buffer of %s ends: %s", experiment.name, "the run is over" if status["over"] else "stopped")
+
+
+def _sources(experiment: BufferExperiment) -> Sources:
+    data, evaluation = experiment.data, experiment.eval
+    rows = load_rows(data.train, experiment.seed)
+    queue = PromptQueue(rows, experiment.seed, data.epochs, data.shuffle)
+    if evaluation is None:
+        return Sources(queue, [], None)
+    return Sources(queue, load_rows(evaluation.source, experiment.seed + EVAL_SEED), evaluation.every)
+
+
+def _stop_on_signals() -> asyncio.Event:
+    """Set by the first SIGINT or SIGTERM; the second one ends the process as it would any other."""
+    stop, loop = asyncio.Event(), asyncio.get_running_loop()
+
+    def first(number: signal.Signals) -> None:
+        logger.info("%s: stopping", number.name)
+        loop.remove_signal_handler(number)
+        stop.set()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, first, number)
+    return stop
+
+
+class Report:
+    """metrics/buffer.jsonl: one line of numbers every time, with rates since the line before."""
+
+    RATES = (
+        "groups_in",
+        "groups_out",
+        "trajectories_in",
+        "bytes_in",
+        "bytes_out",
+        "requests",
+        "transactions",
+    )
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._path = path
+        self._last: dict[str, Any] = {}
+
+    def write(self, status: dict[str, Any]) -> None:
+        line = {"time": time.time(), **status}
+        if self._last:
+            seconds = line["time"] - self._last["time"]
+            line["per_second"] = {n: round((line[n] - self._last[n]) / seconds, 3) for n in self.RATES}
+        self._last = line
+        with self._path.open("a") as file:
+            file.write(json.dumps(line) + "\n")

@@ -1,0 +1,306 @@
+"""The store: which prompt is where, which groups are kept, what each batch is made of. All survives kill -9.
+
+The rules of leasing, delivery, eviction and batching over `buffer/database.py`'s tables; no sockets, no
+threads, and the clock comes from outside. Every call belongs inside `transaction()`, and what it says holds
+once that returned.
+"""
+
+import logging
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from buffer import assembly
+from buffer.assembly import Assembled
+from buffer.config import BufferConfig
+from buffer.database import Database
+from buffer.errors import BadMessage, DataExhausted, RunFinished
+from buffer.evaluations import Evaluations
+from buffer.ledger import Ledger
+from buffer.prompts import PromptQueue, Row, fingerprint
+from buffer.records import Group, Lease
+from buffer.staleness import Stock, admissible
+
+logger = logging.getLogger(__name__)
+
+Frame = bytes | bytearray | memoryview
+
+
+@dataclass(frozen=True, slots=True)
+class Sources:
+    """What the store hands out: training prompts in order, and evaluation rows (none: nothing is
+    evaluated)."""
+
+    queue: PromptQueue
+    eval_rows: list[Row]
+    eval_every: int | None
+
+
+class Store:
+    """Reads `config` for its rules. One thread at a time."""
+
+    def __init__(
+        self,
+        run_dir: Path | None,
+        run_id: str,
+        config: BufferConfig,
+        sources: Sources,
+        clock: Callable[[], float],
+    ) -> None:
+        """Open or resume. `run_dir` None keeps everything in memory.
+
+        Raises:
+            ValueError: The file belongs to another run, or the data changed since the run began.
+        """
+        self.database = Database(run_dir / "buffer.sqlite" if run_dir else None)
+        self._rules = config
+        with self.transaction():
+            self._belongs("run_id", run_id, "use another run_dir")
+            self._belongs(
+                "data", fingerprint(sources.queue.rows), "the training rows changed; use another run_dir"
+            )
+            if sources.eval_rows:
+                self._belongs(
+                    "eval", fingerprint(sources.eval_rows), "the eval rows changed; use another run_dir"
+                )
+        self.ledger = Ledger(self.database, sources.queue, sources.eval_rows, config.lease_timeout_s, clock)
+        path = run_dir / "eval.jsonl" if run_dir else None
+        self.evaluations = Evaluations(
+            self.database, self.ledger, sources.eval_rows, sources.eval_every, path
+        )
+        self._stock_changed = False
+
+    def transaction(self) -> AbstractContextManager[None]:
+        """All calls within are durable together once it returned."""
+        return self.database.transaction()
+
+    def _belongs(self, fact: str, value: str, advice: str) -> None:
+        known = self.database.fact(fact)
+        if known is None:
+            self.database.set_fact(fact, value)
+        elif known != value:
+            raise ValueError(f"{self.database.path}: {fact} is {known!r}, this run's is {value!r}: {advice}")
+
+    def close(self) -> None:
+        self.database.close()
+
+    def take_changes(self) -> tuple[bool, bool]:
+        """Since the last call: whether a waiting lease may be granted now, and whether a waiting batch may
+        be."""
+        changes = self.ledger.changed, self._stock_changed
+        self.ledger.changed = self._stock_changed = False
+        return changes
+
+    # Leases
+
+    def lease(self, name: str, request_id: str, max_groups: int) -> list[Lease]:
+        """Lend up to `max_groups` prompts to server `name`; the same request always gets the same answer.
+
+        Raises:
+            RunFinished: The run is over.
+        """
+        again = self.ledger.lent_for(request_id)
+        if again:
+            return again
+        if self.over():
+            raise RunFinished("the run is finished")
+        published = self.database.fact("published")
+        if published is None:
+            return []
+        # Evaluation goes first and outside admission: it is never trained, so it cannot be too old.
+        drawn = [("eval", *prompt) for prompt in self.ledger.queued("eval", max_groups)]
+        if not self.finished():
+            room = min(max_groups - len(drawn), self.room())
+            drawn += [("train", *prompt) for prompt in self.ledger.draw(room)]
+        return [self.ledger.lend(name, request_id, published, *prompt) for prompt in drawn]
+
+    def renew(self, lease_ids: list[str]) -> set[str]:
+        """Give live leases their full time again; returns those that are nobody's any more."""
+        return self.ledger.renew(lease_ids)
+
+    def expire(self) -> int:
+        """Put the prompts of leases that ran out back into the queue; how many."""
+        late = self.ledger.late()
+        for lease_id in late:
+            prompt_id = self.ledger.end(lease_id)
+            assert prompt_id is not None, "a deadline without a lease"
+            self.ledger.requeue(prompt_id, "timeout")
+        return len(late)
+
+    def give_up(self, lease_id: str, reason: str, requeue: bool) -> None:
+        """A group failed at its server. Without effect when the lease is not live any more."""
+        prompt_id = self.ledger.end(lease_id)
+        if prompt_id is None:
+            return
+        if not self.ledger.fail(prompt_id, reason, requeue):
+            self._stock_changed = True  # the data may be exhausted by it
+            self.evaluations.dropped(prompt_id)
+
+    # Groups
+
+    def deliver(self, group: Group, meta: Frame, arrays: Frame) -> bool:
+        """Keep a group, given as itself and as its two frames; False when there is nothing to keep it for.
+
+        A group whose lease ran out is welcome as long as its prompt still waits: whoever else works on it is
+        told so at its next renewal.
+
+        Raises:
+            BadMessage: The group is not of the prompt that its lease lent.
+        """
+        prompt = self.database.run(
+            "SELECT kind, state, turn FROM prompts WHERE prompt_id = ?", group.prompt_id
+        ).fetchone()
+        if prompt is None:
+            self.database.count("orphans")
+            return False
+        kind, state, turn = prompt
+        if kind != group.kind:
+            raise BadMessage(
+                f"kind: prompt {group.prompt_id} was lent for {kind}, the group says {group.kind}"
+            )
+        lent = self.database.one("SELECT prompt_id FROM leases WHERE lease_id = ?", group.lease_id)
+        if lent is not None and lent != group.prompt_id:
+            raise BadMessage(
+                f"prompt_id: lease {group.lease_id} lent {lent}, the group says {group.prompt_id}"
+            )
+        known = self.database.one("SELECT 1 FROM groups WHERE group_id = ?", group.group_id)
+        if known or state not in ("queued", "leased"):
+            self.database.count("duplicates")
+            return False
+        self.ledger.end_of_prompt(group.prompt_id)
+        if kind == "eval":
+            self.evaluations.record(group)
+        else:
+            self._keep(group, turn, meta, arrays)
+        return True
+
+    def _keep(self, group: Group, turn: int, meta: Frame, arrays: Frame) -> None:
+        self.database.count("delivered")
+        rewards = {t.reward for t in group.trajectories}
+        if self._rules.dynamic_sampling and len(rewards) == 1:
+            assembly.insert(self.database, group, turn, "dropped")
+            self.ledger.drop(group.prompt_id, "zero_variance")
+        else:
+            sequence = assembly.insert(self.database, group, turn, "stored")
+            self.database.run("INSERT INTO payloads VALUES (?, ?, ?)", sequence, meta, arrays)
+            self.ledger.move(group.prompt_id, "stored")
+        self._stock_changed = True
+
+    # Batches
+
+    def batch(self, index: int) -> Assembled | None:
+        """What batch `index` is made of: recorded once, the same ever after. None while too little is stored.
+
+        Raises:
+            BatchForgotten: Its effect is in a confirmed checkpoint, and its groups are deleted.
+            DataExhausted: No full batch can ever come.
+        """
+        rules, frontier = self._rules, self.frontier()
+        if index < frontier:
+            return assembly.recorded(self.database, index)
+        if index > frontier:
+            return None
+        for prompt_id in assembly.evict(self.database, index, rules.max_staleness):
+            self.ledger.requeue(prompt_id, "evicted")
+        if assembly.assemble(self.database, index, rules.groups_per_batch, rules.max_staleness, rules.policy):
+            self.database.set_fact("frontier", index + 1)
+            self._stock_changed = True
+            return assembly.recorded(self.database, index)
+        if self.ledger.exhausted():
+            for prompt_id in assembly.drop_stored(self.database):
+                self.ledger.drop(prompt_id, "remainder")
+            raise DataExhausted(f"the {self.ledger.queue.epochs} epochs of prompts end before batch {index}")
+        return None
+
+    def published(self, version: int) -> None:
+        """All live servers hold `version`, for which that many batches were trained."""
+        newest = self.database.fact("published")
+        if newest is not None and version < newest:
+            logger.warning("version %d published after %d: admission stays with the newer", version, newest)
+            return
+        self.database.set_fact("published", version)
+        # A learner whose checkpoint is ahead of this store (a lost run folder) counts its trained groups too.
+        self.database.set_fact("frontier", max(self.frontier(), version))
+        self.evaluations.published(version)
+        self.ledger.changed = self._stock_changed = True
+
+    def committed(self, index: int) -> None:
+        """A checkpoint holds the effect of every batch below `index`: their groups go, their prompts are
+        done."""
+        self.database.count("trained", assembly.forget(self.database, index))
+        self.database.set_fact("committed", max(self.database.fact("committed", 0), index))
+        self.database.set_fact("frontier", max(self.frontier(), index))
+
+    def finish(self, version: int) -> None:
+        """The learner made its last step: no more training leases; the last evaluation opens."""
+        if not self.finished():
+            self.database.set_fact("finished", version)
+            self.evaluations.finished(version)
+            for lease_id, prompt_id in self.database.run(
+                "SELECT lease_id, prompt_id FROM leases WHERE kind = 'train'"
+            ).fetchall():
+                self.ledger.end(lease_id)
+                self.ledger.requeue(prompt_id, "finished")
+        self.ledger.changed = True
+
+    # Numbers
+
+    def finished(self) -> bool:
+        return self.database.fact("finished") is not None
+
+    def over(self) -> bool:
+        """Nothing will be leased any more."""
+        return self.finished() and not self.evaluations.outstanding()
+
+    def frontier(self) -> int:
+        """The index of the next batch to be assembled."""
+        return self.database.fact("frontier", 0)
+
+    def stock(self) -> Stock:
+        return Stock(
+            leased=self.database.one("SELECT count(*) FROM leases WHERE kind = 'train'"),
+            stored=self.database.one("SELECT count(*) FROM groups WHERE state = 'stored'"),
+            assembled=self.frontier(),
+            published=self.database.fact("published"),
+        )
+
+    def room(self) -> int:
+        """How many training groups may be leased now."""
+        rules = self._rules
+        return admissible(self.stock(), rules.groups_per_batch, rules.max_staleness, rules.capacity)
+
+    def status(self) -> dict[str, Any]:
+        """Plain numbers on everything kept here."""
+        stock, counters = self.stock(), self.database.counters()
+        epoch, position = self.ledger.place()
+        return {
+            "version": stock.published,
+            "published": stock.published,
+            "frontier": stock.assembled,
+            "committed": self.database.fact("committed", 0),
+            "leased": stock.leased,
+            "stored": stock.stored,
+            "eval_leased": self.database.one("SELECT count(*) FROM leases WHERE kind = 'eval'"),
+            "room": self.room(),
+            "epoch": epoch,
+            "position": position,
+            "prompts": len(self.ledger.queue.rows),
+            "delivered": counters.get("delivered", 0),
+            "trained": counters.get("trained", 0),
+            "duplicates": counters.get("duplicates", 0),
+            "orphans": counters.get("orphans", 0),
+            "evicted": counters.get("requeued/evicted", 0),
+            "dropped": under(counters, "dropped/"),
+            "requeued": under(counters, "requeued/"),
+            "failed": under(counters, "failed/"),
+            "eval_scores": {str(v): s for v, s in self.evaluations.scores().items()},
+            "finished": self.finished(),
+            "over": self.over(),
+        }
+
+
+def under(counters: dict[str, int], prefix: str) -> dict[str, int]:
+    """The counters of one kind, without its name."""
+    return {name.removeprefix(prefix): n for name, n in counters.items() if name.startswith(prefix)}
