@@ -10,13 +10,14 @@ from sync.config import SyncConfig
 class SamplingConfig(Section):
     """How training completions are sampled.
 
-    Only temperature may change the distribution: with top-p or top-k the engine would sample from another policy
-    than the one the learner's logprobs are of, so those are not offered.
+    Only temperature may change the distribution: with top-p or top-k the engine would sample from another
+    policy than the one the learner's logprobs are of, so those are not offered.
     """
 
     temperature: float = Field(default=1.0, gt=0)
     max_tokens: int = Field(default=256, ge=1)
-    stop: list[str] = []
+    stop: tuple[str, ...] = ()
+    """Texts that end a completion. The tokens of the text that did are kept and trained."""
 
 
 class EngineConfig(Section):
@@ -28,7 +29,7 @@ class EngineConfig(Section):
     max_num_seqs: int = Field(default=256, ge=1)
     """Completions decoded at a time."""
     cores: str | None = None
-    """CPU only: the cores of each rank's threads as in VLLM_CPU_OMP_THREADS_BIND ("0-1", "0|1"); null takes all."""
+    """CPU only: each rank's cores as in VLLM_CPU_OMP_THREADS_BIND ("0-1", "0|1"); null takes all."""
     enforce_eager: bool = True
 
 
@@ -39,6 +40,8 @@ class RewardConfig(Section):
     """A completion whose reward takes longer is dropped and counted."""
     workers: int = Field(default=1, ge=1)
     """Processes that compute rewards."""
+    memory_mib: int = Field(default=4096, ge=16)
+    """Of address space one reward process may take beyond what its imports did."""
 
 
 class RolloutConfig(Section):

@@ -1,0 +1,89 @@
+"""What the rollout loop asks of an inference engine, and the records that pass between them.
+
+`VLLMEngine` is the one that serves; `rollout.scripted.ScriptedEngine` stands in for it in unit tests.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sync.sink import WeightSink
+
+
+class EngineFailed(RuntimeError):
+    """The engine is gone; nothing can be generated any more. One line, fit to print."""
+
+
+class CompletionFailed(RuntimeError):
+    """One completion cannot be used; the engine lives.
+
+    Attributes:
+        kind: The name under which it is counted: `engine`, `nonfinite_logprob`, `reward_timeout`…
+    """
+
+    def __init__(self, kind: str, detail: str = "") -> None:
+        super().__init__(f"{kind}: {detail}" if detail else kind)
+        self.kind = kind
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One completion to sample. Made by the group runner, read by the engine."""
+
+    request_id: str
+    """Unique among the requests of this engine."""
+    prompt_ids: list[int]
+    max_tokens: int
+    temperature: float
+    """0 is greedy."""
+    version: int
+    """The policy version in force at dispatch; key-value blocks of another one are not reused."""
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """What the engine sampled: N tokens, an end-of-sequence token among them when it was sampled."""
+
+    token_ids: NDArray[np.int32]
+    logprobs: NDArray[np.float32]
+    """[N], of each sampled token under the distribution it was drawn from, temperature included."""
+    versions: NDArray[np.int32]
+    """[N], the policy version whose weights sampled the token."""
+    finish_reason: str
+    """`stop` or `length`."""
+    text: str
+    """Decoded without special tokens, and up to the stop string that ended it, if one did."""
+
+
+class Engine(Protocol):
+    """Generates with weights that its `sink` replaces while requests are running."""
+
+    @property
+    def sink(self) -> WeightSink: ...
+
+    async def start(self) -> None:
+        """Load the model and get ready.
+
+        Raises:
+            EngineFailed: It does not come up.
+        """
+        ...
+
+    async def generate(self, request: Request) -> Completion:
+        """Sample one completion; cancelling the call ends the request in the engine.
+
+        Raises:
+            CompletionFailed: This one is not usable.
+            EngineFailed: The engine is gone.
+        """
+        ...
+
+    async def wait_failed(self) -> str:
+        """Wait until the engine dies by itself; returns what is known of why."""
+        ...
+
+    async def close(self) -> None:
+        """End the engine and its processes."""
+        ...

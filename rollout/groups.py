@@ -1,0 +1,139 @@
+"""From one lease to one group: render the prompt, sample its completions together, score each as it ends."""
+
+import asyncio
+import uuid
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from buffer.records import Group, Lease, Trajectory
+from rollout.engine import Completion, CompletionFailed, Engine, Request
+from rollout.metrics import Meters
+from rollout.rendering import Renderer
+from rollout.reward_pool import Score
+
+MAX_TEXT = 4000
+"""Characters of a completion that travel with its trajectory, to be read by people."""
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingPlan:
+    """How the completions of one kind of lease are sampled."""
+
+    samples: int
+    temperature: float
+    max_tokens: int
+
+
+class Scorer(Protocol):
+    async def score(self, text: str, row: dict[str, Any]) -> Score: ...
+
+
+class GroupRunner:
+    """Makes groups; any number at a time.
+
+    Args:
+        engine: Samples the completions.
+        renderer: Makes the prompt's token ids.
+        scorer: Scores a completion, off the event loop.
+        version: The policy version now loaded.
+        plans: By the lease's kind.
+        timeout_s: For a whole group.
+        meters: Told of every completion.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        renderer: Renderer,
+        scorer: Scorer,
+        version: Callable[[], int | None],
+        plans: Mapping[str, SamplingPlan],
+        timeout_s: float,
+        meters: Meters,
+    ) -> None:
+        self._engine = engine
+        self._renderer = renderer
+        self._scorer = scorer
+        self._version = version
+        self._plans = plans
+        self._timeout_s = timeout_s
+        self._meters = meters
+
+    async def run(self, lease: Lease) -> Group:
+        """The whole group; if one completion fails, the others are cancelled and so does the group.
+
+        Raises:
+            PromptRefused: The row can never be sampled from.
+            CompletionFailed: A completion failed, or `group_timeout`; another try may go well.
+            EngineFailed: The engine is gone.
+        """
+        plan = self._plans[lease.kind]
+        prompt_ids = self._renderer.render(lease.prompt.row, plan.max_tokens)
+        try:
+            async with asyncio.timeout(self._timeout_s), asyncio.TaskGroup() as tasks:
+                running = [
+                    tasks.create_task(self._trajectory(index, lease, prompt_ids, plan))
+                    for index in range(plan.samples)
+                ]
+        except TimeoutError:
+            raise CompletionFailed("group_timeout", f"not finished within {self._timeout_s:g} s") from None
+        except BaseExceptionGroup as failures:
+            raise _gravest(failures) from failures
+        return Group(
+            group_id=uuid.uuid4().hex,
+            lease_id=lease.lease_id,
+            prompt_id=lease.prompt.prompt_id,
+            kind=lease.kind,
+            trajectories=tuple(task.result() for task in running),
+        )
+
+    async def _trajectory(
+        self, index: int, lease: Lease, prompt_ids: list[int], plan: SamplingPlan
+    ) -> Trajectory:
+        version = self._version()
+        assert version is not None, "sampling before the first version"
+        request = Request(
+            request_id=f"{lease.lease_id}/{index}",
+            prompt_ids=prompt_ids,
+            max_tokens=plan.max_tokens,
+            temperature=plan.temperature,
+            version=version,
+        )
+        completion = await self._engine.generate(request)
+        self._meters.completed(completion)
+        score = await self._scorer.score(completion.text, lease.prompt.row)
+        return trajectory(index, prompt_ids, completion, score)
+
+
+def trajectory(index: int, prompt_ids: list[int], completion: Completion, score: Score) -> Trajectory:
+    """Lay prompt and completion out as one sequence; only what the engine sampled is marked as trained."""
+    start, length = len(prompt_ids), len(prompt_ids) + len(completion.token_ids)
+    token_ids = np.empty(length, np.int32)
+    token_ids[:start], token_ids[start:] = prompt_ids, completion.token_ids
+    loss_mask = np.zeros(length, np.uint8)
+    loss_mask[start:] = 1
+    behavior_logprobs = np.zeros(length, np.float32)
+    behavior_logprobs[start:] = completion.logprobs
+    versions = np.zeros(length, np.int32)
+    versions[start:] = completion.versions
+    return Trajectory(
+        index=index,
+        token_ids=token_ids,
+        loss_mask=loss_mask,
+        behavior_logprobs=behavior_logprobs,
+        versions=versions,
+        reward=score.reward,
+        reward_parts=score.parts,
+        finish_reason=completion.finish_reason,
+        metadata={"text": completion.text[:MAX_TEXT]},
+    )
+
+
+def _gravest(failures: BaseExceptionGroup[Any]) -> BaseException:
+    """One exception to speak for all: anything that is more than a failed completion comes first."""
+    return next(
+        (e for e in failures.exceptions if not isinstance(e, CompletionFailed)), failures.exceptions[0]
+    )

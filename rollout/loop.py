@@ -1,0 +1,147 @@
+"""The rollout server's main loop: leases in, groups out, as many at a time as the server has room for."""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator
+from typing import Protocol
+
+from buffer.client import RolloutBuffer
+from buffer.errors import BadMessage, RunFinished
+from buffer.records import Lease
+from rollout.engine import CompletionFailed
+from rollout.groups import GroupRunner
+from rollout.metrics import Meters
+from rollout.rendering import PromptRefused
+
+logger = logging.getLogger(__name__)
+
+LEASE_POLL_S = 20.0
+HAND_BACK_S = 5.0
+
+
+class Weights(Protocol):
+    async def wait_first_version(self) -> object: ...
+
+
+class RolloutLoop:
+    """Works on up to `max_groups` leases at a time, each in a task of its own.
+
+    Args:
+        buffer: Lends the prompts and takes the groups.
+        weights: Tells when there is something to sample with.
+        runner: Makes the group of a lease.
+        max_groups: Groups in hand at a time.
+        renew_period_s: Well below the buffer's lease timeout.
+        meters: Told of every group.
+    """
+
+    def __init__(
+        self,
+        buffer: RolloutBuffer,
+        weights: Weights,
+        runner: GroupRunner,
+        max_groups: int,
+        renew_period_s: float,
+        meters: Meters,
+    ) -> None:
+        self._buffer = buffer
+        self._weights = weights
+        self._runner = runner
+        self._max_groups = max_groups
+        self._renew_period_s = renew_period_s
+        self._meters = meters
+        self._held: dict[str, asyncio.Task[None]] = {}
+        self._delivering: set[str] = set()
+        self._freed = asyncio.Event()
+        self._finished = False
+
+    async def run(self) -> None:
+        """Until the run is over.
+
+        Consumes: leases, training and evaluation alike.
+        Waits for: the first policy version; then room for a group; then the buffer to grant a lease.
+        Unblocked by: the learner's publish; a group that was delivered or given up; the learner's progress,
+            which lets the buffer grant more.
+        """
+        await self._weights.wait_first_version()
+        self._meters.wait_for("leases")
+        async with asyncio.TaskGroup() as tasks, self._leases_kept(tasks):
+            while not self._finished:
+                room = await self._room()
+                for lease in await self._take(room):
+                    self._held[lease.lease_id] = tasks.create_task(self._work(lease))
+
+    async def _room(self) -> int:
+        """How many more groups fit; waits until it is at least one."""
+        while (room := self._max_groups - len(self._held)) <= 0:
+            self._freed.clear()
+            await self._freed.wait()
+        return room
+
+    async def _take(self, room: int) -> list[Lease]:
+        try:
+            return await self._buffer.lease(room, LEASE_POLL_S)
+        except RunFinished:
+            self._finished = True
+            return []
+
+    async def _work(self, lease: Lease) -> None:
+        """One lease from start to end. A group that fails is given up by name; nothing of it is trained."""
+        self._meters.group_started()
+        try:
+            group = await self._runner.run(lease)
+            self._delivering.add(lease.lease_id)
+            await self._buffer.deliver(group)
+            self._meters.groups += 1
+        except PromptRefused as refused:
+            await self._give_up(lease, refused.rule, str(refused), requeue=False)
+        except CompletionFailed as failure:
+            await self._give_up(lease, failure.kind, str(failure), requeue=True)
+        except BadMessage as refusal:  # such as a group that is larger than the buffer takes
+            await self._give_up(lease, "refused_by_buffer", str(refusal), requeue=False)
+        finally:
+            self._meters.group_ended()
+            self._delivering.discard(lease.lease_id)
+            self._held.pop(lease.lease_id, None)
+            self._freed.set()
+
+    async def _give_up(self, lease: Lease, reason: str, detail: str, requeue: bool) -> None:
+        self._meters.failures[reason] += 1
+        logger.warning("gave up prompt %s: %s", lease.prompt.prompt_id, detail)
+        await self._buffer.give_up(lease.lease_id, reason, requeue)
+
+    @contextlib.asynccontextmanager
+    async def _leases_kept(self, tasks: asyncio.TaskGroup) -> AsyncIterator[None]:
+        """Renew what is held; at the end cancel it and, unless the run is over, hand it back."""
+        renewals = tasks.create_task(self._renew())
+        try:
+            yield
+        finally:
+            renewals.cancel()
+            held = dict(self._held)
+            for task in held.values():
+                task.cancel()
+            await asyncio.gather(*held.values(), return_exceptions=True)
+            if not self._finished:
+                await self._hand_back(list(held))
+
+    async def _renew(self) -> None:
+        while True:
+            await asyncio.sleep(self._renew_period_s)
+            if not self._held:
+                continue
+            for lease_id in await self._buffer.renew(list(self._held)):
+                if lease_id in self._held and lease_id not in self._delivering:
+                    self._meters.failures["lease_lost"] += 1
+                    logger.warning("lease %s is no longer ours: its group is cancelled", lease_id)
+                    self._held[lease_id].cancel()
+
+    async def _hand_back(self, lease_ids: list[str]) -> None:
+        """Let other servers have the prompts at once; a buffer that is gone will time the leases out."""
+        try:
+            async with asyncio.timeout(HAND_BACK_S):
+                for lease_id in lease_ids:
+                    await self._buffer.give_up(lease_id, "server_stopped", requeue=True)
+        except TimeoutError:
+            logger.warning("the buffer did not answer: %d leases will time out", len(lease_ids))

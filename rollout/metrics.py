@@ -1,0 +1,130 @@
+"""What one server did and what it waited for, as lines of `run_dir/metrics/rollout-<name>.jsonl`."""
+
+import asyncio
+import json
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from rollout.engine import Completion
+from sync.sink import StagePlan, WeightSink
+
+PERIOD_S = 2.0
+
+
+class Meters:
+    """Counts since the server started; `line()` also gives rates since the last line.
+
+    Args:
+        server: The server's name.
+        clock: Seconds, monotonic.
+    """
+
+    def __init__(self, server: str, clock: Callable[[], float] = time.monotonic) -> None:
+        self.failures: Counter[str] = Counter()
+        """Completions and groups that came to nothing, by kind."""
+        self.publish_s: defaultdict[str, float] = defaultdict(float)
+        """Seconds in `stage` (while decoding), `load` and `pause` (not decoding) of publishes."""
+        self.publishes = 0
+        self.groups = 0
+        self.completions = 0
+        self.tokens = 0
+        self.version: int | None = None
+        self._server = server
+        self._clock = clock
+        self._running = 0
+        self._waiting_s: defaultdict[str, float] = defaultdict(float)
+        self._cause, self._idle_since = "weights", clock()
+        self._last_time, self._last_tokens = clock(), 0
+
+    def wait_for(self, cause: str) -> None:
+        """From now on a server with no group in hand waits for this: `weights`, `leases`."""
+        self._close_idle()
+        self._cause = cause
+
+    def group_started(self) -> None:
+        self._close_idle()
+        self._running += 1
+
+    def group_ended(self) -> None:
+        self._close_idle()
+        self._running -= 1
+
+    def completed(self, completion: Completion) -> None:
+        self.completions += 1
+        self.tokens += len(completion.token_ids)
+
+    def _close_idle(self) -> None:
+        """Book the time since the last change, if the server had nothing in hand, on what it waited for."""
+        now = self._clock()
+        if self._running == 0:
+            self._waiting_s[self._cause] += now - self._idle_since
+        self._idle_since = now
+
+    def line(self) -> dict[str, Any]:
+        self._close_idle()
+        now = self._clock()
+        rate = (self.tokens - self._last_tokens) / max(now - self._last_time, 1e-9)
+        self._last_time, self._last_tokens = now, self.tokens
+        return {
+            "time": time.time(),
+            "server": self._server,
+            "version": self.version,
+            "tokens_per_s": round(rate, 1),
+            "running_groups": self._running,
+            "groups": self.groups,
+            "completions": self.completions,
+            "tokens": self.tokens,
+            "publishes": self.publishes,
+            **{f"waiting_s/{cause}": round(self._waiting_s[cause], 3) for cause in ("weights", "leases")},
+            **{f"publish_s/{phase}": round(self.publish_s[phase], 3) for phase in ("stage", "load", "pause")},
+            "reward_timeouts": self.failures["reward_timeout"],
+            **{f"failed/{kind}": count for kind, count in sorted(self.failures.items())},
+        }
+
+    async def write(self, path: Path, version: Callable[[], int | None]) -> None:
+        """Append a line every `PERIOD_S`, and a last one when cancelled."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a") as file:
+            try:
+                while True:
+                    await asyncio.sleep(PERIOD_S)
+                    self._append(file, version())
+            finally:
+                self._append(file, version())
+
+    def _append(self, file: Any, version: int | None) -> None:
+        self.version = version
+        file.write(json.dumps(self.line()) + "\n")
+        file.flush()
+
+
+class MeteredSink:
+    """A WeightSink that books what a publish costs this server."""
+
+    def __init__(self, sink: WeightSink, meters: Meters) -> None:
+        self._sink = sink
+        self._meters = meters
+
+    @property
+    def world_size(self) -> int:
+        return self._sink.world_size
+
+    async def stage(self, plan: StagePlan) -> int:
+        start = time.monotonic()
+        checksum = await self._sink.stage(plan)
+        self._meters.publish_s["stage"] += time.monotonic() - start
+        return checksum
+
+    async def load(self, version: int) -> float:
+        start = time.monotonic()
+        pause_s = await self._sink.load(version)
+        self._meters.publish_s["load"] += time.monotonic() - start
+        self._meters.publish_s["pause"] += pause_s
+        self._meters.publishes += 1
+        return pause_s
+
+    async def drop(self) -> None:
+        await self._sink.drop()

@@ -1,0 +1,60 @@
+"""Leaves no engine process behind, however the server ends.
+
+vLLM's core does not notice that the process which started it was killed with -9; it would keep its memory
+for ever. A guard process waits for the end of a pipe that the server holds, which the kernel closes in every
+case, and then kills whatever still runs with this server's mark in its environment. Linux only: reads /proc.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import uuid
+from pathlib import Path
+
+MARK = "SLIPSTREAM_SERVER_MARK"
+
+
+def start_guard() -> "subprocess.Popen[bytes]":
+    """Mark this process's future children, and start the guard over them.
+
+    Keep the result: the guard acts when the pipe in it is closed, at the latest when this process ends.
+    """
+    mark = uuid.uuid4().hex
+    os.environ[MARK] = mark
+    command = [sys.executable, "-I", __file__, mark]
+    environment = {name: value for name, value in os.environ.items() if name != MARK}
+    # Its own session: a kill of the server's process group must not take the guard with it.
+    return subprocess.Popen(command, stdin=subprocess.PIPE, env=environment, start_new_session=True)
+
+
+def marked(mark: str) -> list[int]:
+    """The ids of the processes that were started with the mark in their environment."""
+    found = []
+    wanted = f"{MARK}={mark}".encode()
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        try:
+            environment = (entry / "environ").read_bytes()
+        except OSError:
+            continue  # another user's, or gone by now
+        if wanted in environment.split(b"\0"):
+            found.append(int(entry.name))
+    return found
+
+
+def main(mark: str) -> None:
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    sys.stdin.buffer.read()
+    while pids := marked(mark):  # again, for what one of them was just starting
+        for pid in pids:
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except OSError:
+                continue
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,67 @@
+"""From a row of the data to the token ids the engine is given."""
+
+from typing import Any
+
+from jinja2 import TemplateError
+
+
+class PromptRefused(ValueError):
+    """The row can never be sampled from.
+
+    Attributes:
+        rule: The name under which its prompt is dropped and counted: `too_long` or `bad_row`.
+    """
+
+    def __init__(self, rule: str, detail: str) -> None:
+        super().__init__(f"{rule}: {detail}")
+        self.rule = rule
+
+
+class Renderer:
+    """Applies the tokenizer's chat template.
+
+    A text is one user message; with a tokenizer that has no template it is encoded as it stands. A list of
+    messages needs a template.
+
+    Args:
+        tokenizer: A Hugging Face tokenizer.
+        max_length: Of prompt and completion together, tokens.
+        system_prompt: Put before the messages of a prompt that has no system message.
+    """
+
+    def __init__(self, tokenizer: Any, max_length: int, system_prompt: str | None = None) -> None:
+        self._tokenizer = tokenizer
+        self._max_length = max_length
+        self._system_prompt = system_prompt
+
+    def render(self, row: dict[str, Any], max_tokens: int) -> list[int]:
+        """The prompt's token ids, which leave room for `max_tokens` more.
+
+        Raises:
+            PromptRefused: `too_long` when they leave less, `bad_row` when there is nothing to render.
+        """
+        ids = self._encode(row.get("prompt"))
+        if not ids:
+            raise PromptRefused("bad_row", "an empty prompt")
+        if len(ids) + max_tokens > self._max_length:
+            lengths = f"{len(ids)} prompt tokens and {max_tokens} new ones"
+            raise PromptRefused("too_long", f"{lengths} do not fit model.max_length={self._max_length}")
+        return ids
+
+    def _encode(self, prompt: Any) -> list[int]:
+        if isinstance(prompt, str) and self._tokenizer.chat_template is None:
+            text = f"{self._system_prompt}\n{prompt}" if self._system_prompt else prompt
+            return list(self._tokenizer.encode(text))
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        if not isinstance(messages, list) or not all(isinstance(m, dict) for m in messages):
+            raise PromptRefused("bad_row", "`prompt` is neither text nor a list of chat messages")
+        if self._system_prompt and all(m.get("role") != "system" for m in messages):
+            messages = [{"role": "system", "content": self._system_prompt}, *messages]
+        try:
+            return list(
+                self._tokenizer.apply_chat_template(
+                    messages, add_generation_prompt=True, tokenize=True, return_dict=False
+                )
+            )
+        except (TemplateError, ValueError, TypeError, KeyError) as error:
+            raise PromptRefused("bad_row", f"the chat template refuses it: {error}") from None

@@ -1,0 +1,164 @@
+"""Rewards off the event loop, in processes that can be ended.
+
+A reward that hangs, raises, exits, floods its output or eats memory fails the completion it was asked about;
+its process is replaced, and every other completion is scored as if nothing had happened.
+"""
+
+import asyncio
+import contextlib
+import math
+import os
+import signal
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+import msgpack
+
+from rollout.config import RewardConfig
+from rollout.engine import CompletionFailed
+from rollout.reward_worker import HEADER, frame
+
+START_TIMEOUT_S = 120.0
+"""To import the reward function and what it needs."""
+MAX_RESULT_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    reward: float
+    parts: dict[str, float]
+    """As the function named them; `{"reward": …}` when it returned one number."""
+
+
+class RewardPool:
+    """`workers` processes of `rollout.reward_worker`; `await score(text, row)` uses whichever is free.
+
+    Args:
+        config: Which function, how long, how many, how much memory.
+    """
+
+    def __init__(self, config: RewardConfig) -> None:
+        self._config = config
+        self._idle: asyncio.LifoQueue[_Worker | None] = asyncio.LifoQueue()
+        """One entry per worker not in use; None where one was ended and the next call starts another."""
+        self._workers: set[_Worker] = set()
+
+    async def start(self) -> None:
+        """Start the workers.
+
+        Raises:
+            ValueError: The reward function cannot be imported.
+        """
+        for _ in range(self._config.workers):
+            self._idle.put_nowait(await self._spawn())
+
+    async def score(self, text: str, row: dict[str, Any]) -> Score:
+        """Score one completion; waiting for a free worker is not counted in the time limit.
+
+        Raises:
+            CompletionFailed: `reward_timeout`, `reward_raised`, `reward_memory`, `reward_exit`,
+                `reward_nonfinite`, `reward_invalid` or `reward_start`.
+        """
+        worker = await self._idle.get()
+        sound = False
+        try:
+            worker = worker or await self._spawn()
+            result = await worker.call({"text": text, "row": row}, self._config.timeout_s)
+            sound = result["kind"] in ("ok", "raised")
+        except TimeoutError:
+            raise CompletionFailed("reward_timeout", f"over {self._config.timeout_s:g} s") from None
+        except (EOFError, ConnectionError):
+            raise CompletionFailed("reward_exit", "the reward ended its process") from None
+        except RewardStartError as error:
+            raise CompletionFailed("reward_start", str(error)) from None
+        except (ValueError, KeyError, TypeError) as error:
+            raise CompletionFailed("reward_invalid", str(error)) from None
+        finally:  # also when this call is cancelled: the worker is then in the middle of it
+            if worker is not None and not sound:
+                self._end(worker)
+            self._idle.put_nowait(worker if sound else None)
+        return _score(result)
+
+    async def close(self) -> None:
+        workers = list(self._workers)
+        for worker in workers:
+            self._end(worker)
+        await asyncio.gather(*(worker.process.wait() for worker in workers))
+
+    async def _spawn(self) -> "_Worker":
+        worker = await _Worker.spawn(self._config)
+        self._workers.add(worker)
+        return worker
+
+    def _end(self, worker: "_Worker") -> None:
+        self._workers.discard(worker)
+        worker.kill()
+
+
+class RewardStartError(ValueError):
+    """A reward process does not come up: most often the function cannot be imported."""
+
+
+class _Worker:
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self.process = process
+
+    @classmethod
+    async def spawn(cls, config: RewardConfig) -> "_Worker":
+        """Start a worker and wait until it has imported the function.
+
+        Raises:
+            RewardStartError: It cannot.
+        """
+        memory = str(config.memory_mib << 20)
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "rollout.reward_worker", config.function, memory),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            start_new_session=True,  # so that what the reward starts is killed with it
+        )
+        worker, first = cls(process), {}
+        try:
+            first = await asyncio.wait_for(worker._receive(), START_TIMEOUT_S)
+        except (TimeoutError, EOFError):
+            first = {"kind": "import", "detail": "its process did not come up"}
+        finally:
+            if first.get("kind") != "ready":
+                worker.kill()
+        if first["kind"] != "ready":
+            raise RewardStartError(
+                f"rollout.reward.function {config.function!r}: {first['detail']}; "
+                "expected an importable package.module:function"
+            )
+        return worker
+
+    async def call(self, message: dict[str, Any], timeout_s: float) -> dict[str, Any]:
+        assert self.process.stdin is not None
+        self.process.stdin.write(frame(message))
+        async with asyncio.timeout(timeout_s):
+            await self.process.stdin.drain()
+            return await self._receive()
+
+    def kill(self) -> None:
+        """End the process and all of its session at once."""
+        with contextlib.suppress(ProcessLookupError):  # all of it ended by itself
+            os.killpg(self.process.pid, signal.SIGKILL)
+
+    async def _receive(self) -> dict[str, Any]:
+        assert self.process.stdout is not None
+        (size,) = HEADER.unpack(await self.process.stdout.readexactly(HEADER.size))
+        if size > MAX_RESULT_BYTES:
+            raise ValueError(f"a result of {size} bytes")
+        return msgpack.unpackb(await self.process.stdout.readexactly(size))
+
+
+def _score(result: dict[str, Any]) -> Score:
+    """Read a worker's answer: the part named `reward` is the reward, else it is the sum of the parts."""
+    if result["kind"] != "ok":
+        raise CompletionFailed(f"reward_{result['kind']}", str(result.get("detail")))
+    parts: dict[str, float] = result["parts"]
+    reward = parts["reward"] if "reward" in parts else sum(parts.values())
+    if not all(map(math.isfinite, (reward, *parts.values()))):
+        raise CompletionFailed("reward_nonfinite", str(parts))
+    return Score(float(reward), parts)

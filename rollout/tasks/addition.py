@@ -1,0 +1,26 @@
+"""Sums of two digits, the demo's task: a model of 135 million parameters learns it in minutes."""
+
+import random
+from typing import Any
+
+NUM_HELD_OUT = 16
+
+
+def train(seed: int = 1) -> list[dict[str, Any]]:
+    """65 of the 81 ordered pairs of digits 1 to 9, as rows with `prompt`, `answer` and `metadata`."""
+    return [_row(a, b) for a, b in _shuffled_pairs(seed)[NUM_HELD_OUT:]]
+
+
+def heldout(seed: int = 1) -> list[dict[str, Any]]:
+    """The other 16 pairs: no row of `train` with the same seed asks any of them."""
+    return [_row(a, b) for a, b in _shuffled_pairs(seed)[:NUM_HELD_OUT]]
+
+
+def _shuffled_pairs(seed: int) -> list[tuple[int, int]]:
+    pairs = [(a, b) for a in range(1, 10) for b in range(1, 10)]
+    random.Random(seed).shuffle(pairs)
+    return pairs
+
+
+def _row(a: int, b: int) -> dict[str, Any]:
+    return {"prompt": f"What is {a} + {b}?", "answer": str(a + b), "metadata": {"a": a, "b": b}}

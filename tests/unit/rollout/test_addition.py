@@ -1,0 +1,26 @@
+from rollout.rewards import exact_number
+from rollout.tasks import addition
+
+
+def pairs(rows):
+    return {(row["metadata"]["a"], row["metadata"]["b"]) for row in rows}
+
+
+def test_train_and_heldout_share_no_pair_and_cover_all():
+    train, heldout = pairs(addition.train(3)), pairs(addition.heldout(3))
+    assert not train & heldout
+    assert train | heldout == {(a, b) for a in range(1, 10) for b in range(1, 10)}
+    assert len(addition.train(3)) == 65
+    assert len(addition.heldout(3)) == 16
+
+
+def test_the_seed_alone_decides_the_split():
+    assert addition.train(3) == addition.train(3)
+    assert pairs(addition.heldout(3)) != pairs(addition.heldout(4))
+
+
+def test_every_answer_is_right():
+    for row in addition.train() + addition.heldout():
+        total = row["metadata"]["a"] + row["metadata"]["b"]
+        assert exact_number(f"It is {total}.", row) == 1
+        assert exact_number(f"It is {total + 1}.", row) == 0

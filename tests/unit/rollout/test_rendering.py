@@ -1,0 +1,58 @@
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from rollout.rendering import PromptRefused, Renderer
+
+WORDS = ["<unk>", "<s>", "user", "system", "assistant", ":", "hello", "world", "be", "kind"]
+TEMPLATE = (
+    "{% for m in messages %}{% if m['role'] == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}"
+    "{{ m['role'] }} : {{ m['content'] }} {% endfor %}{% if add_generation_prompt %}assistant :{% endif %}"
+)
+
+
+@pytest.fixture
+def tokenizer():
+    words = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()  # type: ignore[assignment]
+    return PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<unk>", chat_template=TEMPLATE)
+
+
+def words(ids):
+    return " ".join(WORDS[i] for i in ids)
+
+
+def test_a_text_is_one_user_message(tokenizer):
+    ids = Renderer(tokenizer, 64).render({"prompt": "hello world"}, 8)
+    assert words(ids) == "user : hello world assistant :"
+
+
+def test_the_system_prompt_goes_first_unless_the_row_has_one(tokenizer):
+    renderer = Renderer(tokenizer, 64, "be kind")
+    own = [{"role": "system", "content": "hello"}, {"role": "user", "content": "world"}]
+    assert words(renderer.render({"prompt": "hello"}, 8)) == "system : be kind user : hello assistant :"
+    assert words(renderer.render({"prompt": own}, 8)) == "system : hello user : world assistant :"
+
+
+def test_without_a_template_the_text_is_encoded_as_it_stands(tokenizer):
+    tokenizer.chat_template = None
+    assert words(Renderer(tokenizer, 64).render({"prompt": "hello world"}, 8)) == "hello world"
+    with pytest.raises(PromptRefused, match="bad_row"):
+        Renderer(tokenizer, 64).render({"prompt": [{"role": "user", "content": "hello"}]}, 8)
+
+
+def test_a_prompt_must_leave_room_for_all_new_tokens(tokenizer):
+    renderer = Renderer(tokenizer, 10)
+    assert len(renderer.render({"prompt": "hello world"}, 4)) == 6
+    with pytest.raises(PromptRefused) as refused:
+        renderer.render({"prompt": "hello world"}, 5)
+    assert refused.value.rule == "too_long"
+
+
+@pytest.mark.parametrize(
+    "row", [{}, {"prompt": 7}, {"prompt": ["hello"]}, {"prompt": [{"role": "tool", "content": "x"}]}]
+)
+def test_a_row_that_cannot_be_rendered_is_refused_by_name(tokenizer, row):
+    with pytest.raises(PromptRefused) as refused:
+        Renderer(tokenizer, 64).render(row, 8)
+    assert refused.value.rule == "bad_row"

@@ -1,0 +1,158 @@
+"""The pool with real processes and rewards that really misbehave."""
+
+import asyncio
+import os
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from rollout.config import RewardConfig
+from rollout.engine import CompletionFailed
+from rollout.reward_pool import RewardPool, RewardStartError
+
+
+@pytest.fixture(autouse=True)
+def _faulty_rewards_importable(monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
+
+
+@asynccontextmanager
+async def pool_of(**settings) -> AsyncIterator[RewardPool]:
+    settings = {
+        "function": "faulty_rewards:by_text",
+        "timeout_s": 1.0,
+        "workers": 1,
+        "memory_mib": 512,
+    } | settings
+    pool = RewardPool(RewardConfig(**settings))
+    try:
+        await pool.start()
+        yield pool
+    finally:
+        await pool.close()
+
+
+def test_a_number_and_named_parts():
+    async def go():
+        async with pool_of() as pool:
+            return [await pool.score(text, {}) for text in ("good", "parts", "named")]
+
+    good, parts, named = asyncio.run(go())
+    assert (good.reward, good.parts) == (1.0, {"reward": 1.0})
+    assert (parts.reward, parts.parts) == (1.5, {"correct": 1.0, "short": 0.5})
+    assert (named.reward, named.parts) == (0.75, {"reward": 0.75, "correct": 1.0})
+
+
+@pytest.mark.parametrize(
+    ("text", "kind"),
+    [
+        ("hang", "reward_timeout"),
+        ("hang_deaf", "reward_timeout"),
+        ("fail", "reward_raised"),
+        ("text", "reward_raised"),
+        ("none", "reward_raised"),
+        ("exit", "reward_exit"),
+        ("hard_exit", "reward_exit"),
+        ("eat", "reward_memory"),
+        ("nan", "reward_nonfinite"),
+        ("part_inf", "reward_nonfinite"),
+    ],
+)
+def test_a_fault_is_named_and_the_next_completion_is_scored(text, kind):
+    async def go():
+        async with pool_of() as pool:
+            with pytest.raises(CompletionFailed) as failed:
+                await pool.score(text, {})
+            return failed.value.kind, (await pool.score("good", {})).reward
+
+    assert asyncio.run(go()) == (kind, 1.0)
+
+
+def test_a_hanging_reward_is_ended_at_its_limit_with_what_it_started(tmp_path):
+    pid_file = tmp_path / "pid"
+
+    async def go():
+        async with pool_of() as pool:
+            start = time.monotonic()
+            with pytest.raises(CompletionFailed, match="reward_timeout"):
+                await pool.score("hang_with_child", {"pid_file": str(pid_file)})
+            return time.monotonic() - start
+
+    assert asyncio.run(go()) < 3
+    child = Path("/proc") / pid_file.read_text() / "stat"
+    deadline = time.monotonic() + 5
+    while child.exists() and child.read_text().rsplit(")", 1)[1].split()[0] != "Z":
+        assert time.monotonic() < deadline, "the reward's child outlived it"
+        time.sleep(0.05)
+
+
+def test_a_reward_that_prints_or_reads_disturbs_nothing():
+    async def go():
+        async with pool_of() as pool:
+            return [(await pool.score(text, {})).reward for text in ("shout", "read_input", "good")]
+
+    assert asyncio.run(go()) == [0.25, 0.5, 1.0]
+
+
+def test_one_hanging_reward_does_not_hold_up_the_others():
+    async def go():
+        async with pool_of(workers=2, timeout_s=5.0) as pool:
+            hanging = asyncio.create_task(pool.score("hang", {}))
+            await asyncio.sleep(0.1)
+            start = time.monotonic()
+            scores = await asyncio.gather(*(pool.score("good", {}) for _ in range(50)))
+            elapsed = time.monotonic() - start
+            hanging.cancel()
+            await asyncio.gather(hanging, return_exceptions=True)
+            return elapsed, sum(score.reward for score in scores)
+
+    elapsed, total = asyncio.run(go())
+    assert total == 50
+    assert elapsed < 2
+
+
+def test_the_time_limit_does_not_count_the_queue():
+    async def go():
+        async with pool_of(timeout_s=0.6) as pool:
+            calls = [pool.score("hang", {}), pool.score("hang", {}), pool.score("good", {})]
+            return await asyncio.gather(*calls, return_exceptions=True)
+
+    *hung, good = asyncio.run(go())
+    assert [error.kind for error in hung] == ["reward_timeout", "reward_timeout"]
+    assert good.reward == 1.0
+
+
+def test_a_cancelled_call_does_not_hand_its_answer_to_the_next():
+    async def go():
+        async with pool_of(timeout_s=5.0) as pool:
+            cancelled = asyncio.create_task(pool.score("hang", {}))
+            await asyncio.sleep(0.1)
+            cancelled.cancel()
+            await asyncio.gather(cancelled, return_exceptions=True)
+            return (await pool.score("parts", {})).reward
+
+    assert asyncio.run(go()) == 1.5
+
+
+@pytest.mark.parametrize("function", ["no_such_module:f", "rollout.rewards:no_such", "rollout.rewards"])
+def test_a_function_that_cannot_be_imported_is_told_at_the_start(function):
+    async def go():
+        async with pool_of(function=function):
+            raise AssertionError("started")
+
+    with pytest.raises(RewardStartError, match=r"rollout\.reward\.function .* expected an importable"):
+        asyncio.run(go())
+
+
+def test_closing_ends_every_process():
+    async def go():
+        async with pool_of(workers=2) as pool:
+            pids = {int((await pool.score("pid", {})).reward) for _ in range(4)}
+        return pids
+
+    for pid in asyncio.run(go()):
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
