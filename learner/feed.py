@@ -142,7 +142,7 @@ class Feed:
 
         async def question(buffer: BatchSource) -> None:
             await buffer.finished(version)
-            while not (await buffer.status())["over"]:
+            while not (await buffer.status())["over"]:  # noqa: ASYNC110 - no event of another process
                 await asyncio.sleep(OVER_POLL_S)
 
         return self._line.ask(question)

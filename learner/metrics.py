@@ -1,7 +1,7 @@
 """What is known of a step: sums from the ranks into one row, and where the rows go.
 
-`metrics.jsonl` has one line a step with paths as keys, TensorBoard shows the same, and `samples.jsonl` has some
-of the completions that were trained.
+`metrics.jsonl` has one line a step with paths as keys, TensorBoard shows the same, and `samples.jsonl`
+has some of the completions that were trained.
 """
 
 import json
@@ -86,9 +86,8 @@ def batch_row(shard: Batch, max_staleness: int) -> Row:
     equal = sum(len({t.reward for t in g.trajectories}) == 1 for g in shard.groups)
     cut = sum(t.finish_reason == "length" for t in trajectories)
     all_tokens = sum(g.num_tokens for g in shard.groups)
-    histogram = [
-        float(((ages == n) if n < max_staleness else (ages >= n)).sum()) for n in range(max_staleness + 1)
-    ]
+    bins = ages.clip(0, max_staleness).astype(np.int64)
+    histogram = np.bincount(bins, minlength=max_staleness + 1).tolist()
     count, groups, aged, reward, square, length, age, equal, cut, all_tokens, *histogram = sum_over_data(
         [
             *(len(trajectories), len(shard.groups), len(ages), rewards.sum(), (rewards**2).sum()),

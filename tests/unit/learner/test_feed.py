@@ -1,0 +1,117 @@
+"""What the ranks are told while they wait, on a world of one, and how batches look between ranks."""
+
+import asyncio
+
+import numpy as np
+import pytest
+
+from buffer.errors import DataExhausted
+from buffer.records import Batch, Group, Trajectory
+from learner import parallel
+from learner.config import ParallelConfig
+from learner.feed import BufferLine, Command, Feed, NoBatch, decode_batch, encode_batch
+
+
+def batch(index=0):
+    mask = np.array([0, 1, 1], np.uint8)
+    t = Trajectory(
+        0,
+        np.array([5, 6, 7], np.int32),
+        mask,
+        -mask.astype(np.float32),
+        mask.astype(np.int32),
+        1.0,
+        {},
+        "stop",
+    )
+    return Batch(index, (Group("g", "l", "0/1", "train", (t,)),), {"groups": 1})
+
+
+class Scripted:
+    def __init__(self, answers=(), over_after=0):
+        self.answers = list(answers)
+        self.over_after = over_after
+        self.told = []
+
+    async def __aenter__(self):
+        return self
+
+    async def __aexit__(self, *_):
+        pass
+
+    async def batch(self, index, dp_rank, dp_size, timeout_s):
+        await asyncio.sleep(0.01)
+        answer = self.answers.pop(0) if self.answers else None
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    async def finished(self, version):
+        self.told.append(version)
+
+    async def status(self):
+        self.over_after -= 1
+        return {"over": self.over_after < 0, "frontier": 4, "stored": 3, "leased": 0}
+
+
+@pytest.fixture(scope="module")
+def world():
+    parallel.initialize(ParallelConfig())
+    yield
+    parallel.shutdown()
+
+
+def waiting():
+    return Command.WAIT
+
+
+def test_a_batch_survives_the_way_between_ranks():
+    sent = batch(3)
+    got = decode_batch([bytes(f) for f in encode_batch(sent)])
+    assert (got.index, got.shares) == (3, {"groups": 1})
+    one, two = sent.groups[0].trajectories[0], got.groups[0].trajectories[0]
+    assert one.token_ids.tolist() == two.token_ids.tolist()
+    assert one.behavior_logprobs.tolist() == two.behavior_logprobs.tolist()
+
+
+def test_a_batch_that_takes_a_while_comes(world):
+    with BufferLine(lambda: Scripted([None, None, batch(0)])) as line:
+        command, shard = Feed(line, 30).next(0, waiting)
+    assert command is Command.TRAIN
+    assert shard is not None
+    assert shard.groups[0].group_id == "g"
+
+
+def test_a_joiner_and_a_signal_go_before_the_wait(world):
+    with BufferLine(lambda: Scripted()) as line:
+        feed = Feed(line, 30)
+        assert feed.next(0, lambda: Command.PUBLISH) == (Command.PUBLISH, None)
+        assert feed.next(0, lambda: Command.STOP) == (Command.STOP, None)
+
+
+def test_used_up_data_ends_the_run_in_order(world):
+    with BufferLine(lambda: Scripted([DataExhausted("2 epochs trained")])) as line:
+        assert Feed(line, 30).next(0, waiting) == (Command.DONE, None)
+
+
+def test_no_batch_within_the_deadline_says_what_the_buffer_knows(world):
+    with (
+        BufferLine(lambda: Scripted()) as line,
+        pytest.raises(NoBatch, match=r"no batch 7 for .*stored 3, leased 0"),
+    ):
+        Feed(line, 0.3).next(7, waiting)
+
+
+def test_the_end_waits_for_the_last_evaluation_and_serves_joiners_meanwhile(world):
+    buffer = Scripted(over_after=2)
+    with BufferLine(lambda: buffer) as line:
+        feed = Feed(line, 30)
+        end = feed.finished(9)
+        assert feed.over(end, lambda: Command.PUBLISH) is Command.PUBLISH
+        assert feed.over(end, waiting) is Command.TRAIN
+    assert buffer.told == [9]
+
+
+def test_the_frontier_is_the_buffers(world):
+    with BufferLine(lambda: Scripted()) as line:
+        assert Feed(line, 30).frontier() == 4

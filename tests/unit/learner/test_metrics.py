@@ -1,0 +1,93 @@
+"""Sums into a row, and the journal over a restart."""
+
+import json
+
+import numpy as np
+import pytest
+
+from buffer.records import Group, Trajectory
+from learner.metrics import Journal, StepReport, Timings, effective_share, staleness
+
+
+def sums(tokens, **changes):
+    names = ("rho", "rho_squares", "behavior_k1", "behavior_k3", "entropy", "clipped", "masked", "vetoed")
+    return {**dict.fromkeys(names, 0.0), "tokens": tokens, "loss": 0.0, "rho_max": 0.0, **changes}
+
+
+def trajectory(versions, mask):
+    n = len(mask)
+    mask = np.array(mask, np.uint8)
+    versions = np.array(versions, np.int32)
+    return Trajectory(0, np.zeros(n, np.int32), mask, np.zeros(n, np.float32), versions, 1.0, {}, "stop")
+
+
+def test_means_are_over_the_tokens_of_all_updates_and_the_loss_over_updates():
+    report = StepReport(lr=0.1)
+    report.add(sums(10.0, rho=10.0, masked=1.0, rho_max=2.0, loss=0.5), 3.0, True)
+    report.add(sums(30.0, rho=50.0, masked=3.0, rho_max=1.5, loss=1.5), 5.0, False)
+    row = report.row()
+    assert row["tokens"] == 40
+    assert row["rho/mean"] == pytest.approx(1.5)
+    assert row["rho/max"] == 2.0
+    assert row["mask_fraction"] == pytest.approx(0.1)
+    assert row["loss"] == pytest.approx(1.0)
+    assert row["grad_norm"] == pytest.approx(4.0)
+    assert row["skipped_updates"] == 1
+
+
+def test_nothing_trained_gives_a_row_of_zeros():
+    row = StepReport(lr=0.1).row()
+    assert row["ess"] == 0
+    assert row["rho/mean"] == 0
+
+
+def test_effective_share_is_one_for_equal_weights_and_one_over_n_for_a_single_one():
+    assert effective_share({"rho": 6.0, "rho_squares": 12.0, "tokens": 3.0}) == pytest.approx(1.0)
+    assert effective_share({"rho": 5.0, "rho_squares": 25.0, "tokens": 4.0}) == pytest.approx(0.25)
+
+
+def test_staleness_is_that_of_the_oldest_trained_token():
+    assert staleness(trajectory([0, 5, 4, 6], [0, 1, 1, 1]), 6) == 2
+    assert staleness(trajectory([0, 3], [0, 0]), 6) is None
+
+
+def row(step):
+    keys = ("reward/mean", "loss", "grad_norm", "staleness/mean", "rho/mean", "ess")
+    times = ("tokens", "time/step", "time/wait_batch", "samples_per_second")
+    return {"step": step, **dict.fromkeys(keys + times, 1)}
+
+
+def test_a_resumed_journal_drops_what_will_be_made_again(tmp_path):
+    journal = Journal(tmp_path, tensorboard=False, version=0)
+    for step in (1, 2, 3):
+        journal.write(row(step))
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 4, "lo')  # killed while writing
+    again = Journal(tmp_path, tensorboard=False, version=2)
+    again.write(row(3))
+    steps = [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert steps == [1, 2, 3]
+
+
+def test_samples_say_what_was_trained(tmp_path):
+    t = trajectory([0, 5, 4], [0, 1, 1])
+    t.metadata["text"] = "four"
+    journal = Journal(tmp_path, tensorboard=False, version=0)
+    journal.write_samples(7, [Group("g", "l", "0/3", "train", (t,))])
+    sample = json.loads((tmp_path / "samples.jsonl").read_text())
+    assert (sample["step"], sample["prompt_id"], sample["text"], sample["versions"]) == (
+        7,
+        "0/3",
+        "four",
+        [4, 5],
+    )
+
+
+def test_timings_are_taken_once():
+    timings = Timings()
+    with timings("publish"):
+        pass
+    with timings("publish"):
+        pass
+    assert list(timings.take()) == ["time/publish"]
+    assert timings.take() == {}

@@ -1,0 +1,44 @@
+"""The learning-rate schedule, which is pure; what the optimizer does is seen in tests/integration."""
+
+import math
+from types import SimpleNamespace
+
+import pytest
+
+from learner.config import OptimizerConfig
+from learner.optimizer import learning_rate, set_rates
+
+
+def rates(steps, **config):
+    return [learning_rate(OptimizerConfig(lr=1.0, **config), s, steps) for s in range(steps)]
+
+
+def test_constant_after_a_linear_warmup():
+    assert rates(6, warmup_steps=4) == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
+
+
+@pytest.mark.parametrize("schedule", ["linear", "cosine"])
+def test_falls_from_lr_to_min_lr_at_the_last_step(schedule):
+    got = rates(9, schedule=schedule, warmup_steps=2, min_lr=0.1)
+    assert got[1] == 1.0
+    assert got[2] == 1.0
+    assert got[-1] == pytest.approx(0.1)
+    assert got[2:] == sorted(got[2:], reverse=True)
+
+
+def test_formulas_in_the_middle():
+    assert rates(5, schedule="linear")[1] == pytest.approx(0.75)
+    assert rates(5, schedule="cosine")[1] == pytest.approx((1 + math.cos(math.pi / 4)) / 2)
+
+
+def test_a_run_as_short_as_its_warmup_and_a_step_beyond_the_end_are_defined():
+    assert rates(2, schedule="cosine", warmup_steps=2) == [0.5, 1.0]
+    assert rates(1, schedule="linear") == [1.0]
+    assert learning_rate(OptimizerConfig(lr=1.0, min_lr=0.2, schedule="linear"), 50, 5) == pytest.approx(0.2)
+
+
+def test_norms_and_biases_are_not_decayed():
+    groups = [{"wd_mult": 1.0, "lr_mult": 1.0}, {"wd_mult": 0.0, "lr_mult": 1.0}]
+    set_rates(SimpleNamespace(param_groups=groups), 0.5, 0.1)
+    assert [g["weight_decay"] for g in groups] == [0.1, 0.0]
+    assert [g["lr"] for g in groups] == [0.5, 0.5]
