@@ -1,1 +1,4 @@
-"""Weight sync: a version's tensors from the learner to every rollout server, in checked buckets. Knows nothing of RL."""
+"""Weight sync: a version's tensors from the learner to every rollout server, in checked buckets.
+
+Knows nothing of reinforcement learning.
+"""

@@ -1,4 +1,4 @@
-"""The sync section of the experiment file. Plain pydantic: this package imports nothing of the other houses."""
+"""The sync section of the experiment file. Plain pydantic: this package imports no other house."""
 
 from typing import Literal
 

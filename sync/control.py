@@ -1,0 +1,200 @@
+"""The publisher's ear: a thread that owns the ROUTER socket and keeps the membership.
+
+Consumes members' messages; waits for a message, a wake-up or the next beat; unblocked by any of them. Evicts
+members that fall silent. Everything shared is guarded by `changed`, a condition that is notified whenever
+something did.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable
+from queue import Empty, SimpleQueue
+
+import zmq
+
+from sync.membership import Member, Membership
+from sync.wire import (
+    SCHEMA,
+    Beat,
+    Dropped,
+    Evict,
+    Failed,
+    Join,
+    Leave,
+    Loaded,
+    Message,
+    Ready,
+    Refuse,
+    Welcome,
+    WireError,
+    decode,
+    encode,
+)  # fmt: skip
+
+logger = logging.getLogger(__name__)
+
+BEATS_PER_TIMEOUT = 5
+"""Beats sent within one heartbeat timeout, so that a few lost ones do not matter."""
+
+
+class Control:
+    """Membership over ZeroMQ. `members` and what hangs on it is touched under `changed` only."""
+
+    def __init__(self, address: str, run_id: str, heartbeat_timeout_s: float) -> None:
+        self._address = address
+        self._run_id = run_id
+        self._timeout_s = heartbeat_timeout_s
+        self._outbox: SimpleQueue[tuple[bytes, Message]] = SimpleQueue()
+        self._wake_lock = threading.Lock()
+        self._closing = threading.Event()
+        self.changed = threading.Condition()
+        self.members = Membership()
+
+    def start(self) -> None:
+        """Bind and begin to take members.
+
+        Raises:
+            ValueError: The address is taken or not of this machine.
+        """
+        self._context = zmq.Context()
+        self._router = self._context.socket(zmq.ROUTER)
+        self._router.setsockopt(zmq.LINGER, 500)
+        self._router.setsockopt(zmq.SNDHWM, 0)
+        try:
+            self._router.bind(self._address)
+        except zmq.ZMQError as error:
+            self._context.destroy(linger=0)
+            raise ValueError(f"sync.address {self._address}: cannot listen there: {error}") from None
+        self._wake_out = self._context.socket(zmq.PAIR)
+        self._wake_out.setsockopt(zmq.RCVHWM, 0)
+        self._wake_out.bind("inproc://wake")
+        self._wake_in = self._context.socket(zmq.PAIR)
+        self._wake_in.connect("inproc://wake")
+        self._thread = threading.Thread(target=self._run, daemon=True, name="slipstream-control")
+        self._thread.start()
+
+    def close(self) -> None:
+        self._closing.set()
+        self._wake()
+        self._thread.join(timeout=5)
+
+    def send(self, members: Iterable[Member], message: Message) -> None:
+        for member in members:
+            self._outbox.put((member.identity, message))
+        self._wake()
+
+    def evict(self, members: Iterable[Member], reason: str) -> None:
+        """Take members out and tell them. Call it under `changed`."""
+        members = list(members)
+        for member in members:
+            logger.warning("sync: evicted %s: %s", member.name, reason)
+            self.members.evict(member, reason)
+        self.send(members, Evict(reason))
+        self.changed.notify_all()
+
+    def wait(self, done: Callable[[], bool], timeout_s: float) -> bool:
+        """Block until `done` (called under `changed`) holds or the time is up; whether it holds."""
+        with self.changed:
+            return self.changed.wait_for(done, timeout_s)
+
+    def notify(self) -> None:
+        with self.changed:
+            self.changed.notify_all()
+
+    def _wake(self) -> None:
+        with self._wake_lock:
+            self._wake_in.send(b"", zmq.NOBLOCK)
+
+    def _run(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._router, zmq.POLLIN)
+        poller.register(self._wake_out, zmq.POLLIN)
+        interval_s = self._timeout_s / BEATS_PER_TIMEOUT
+        next_beat = time.monotonic()
+        while not self._closing.is_set():
+            poller.poll(int(1000 * max(0.0, next_beat - time.monotonic())) + 1)
+            self._receive_all()
+            self._send_all()
+            if time.monotonic() >= next_beat:
+                self._beat()
+                next_beat = time.monotonic() + interval_s
+        self._send_all()
+        self._context.destroy(linger=500)
+
+    def _send_all(self) -> None:
+        while self._wake_out.poll(0):
+            self._wake_out.recv()
+        while True:
+            try:
+                identity, message = self._outbox.get_nowait()
+            except Empty:
+                return
+            self._router.send_multipart([identity, encode(message)])
+
+    def _beat(self) -> None:
+        with self.changed:
+            silent = self.members.silent(time.monotonic(), self._timeout_s)
+            if silent:
+                self.evict(silent, f"silent for {self._timeout_s:g} s")
+            self.send(self.members.all(), Beat())
+
+    def _receive_all(self) -> None:
+        while self._router.poll(0):
+            identity, *frames = self._router.recv_multipart()
+            try:
+                message = decode(frames[-1] if frames else b"")
+            except WireError as error:
+                logger.warning("sync: refused a message: %s", error)
+                self._outbox.put((identity, Refuse(str(error))))
+                continue
+            with self.changed:
+                self._handle(identity, message)
+                self.changed.notify_all()
+
+    def _handle(self, identity: bytes, message: Message) -> None:
+        if isinstance(message, Join):
+            self._join(identity, message)
+            return
+        member = self.members.get(identity)
+        if member is None:
+            if not isinstance(message, Leave):
+                self._outbox.put((identity, Evict("not a member of this learner; join again")))
+            return
+        member.heard_at = time.monotonic()
+        match message:
+            case Ready():
+                self.members.ready(member, message.attempt)
+            case Loaded():
+                self.members.loaded(member, message)
+            case Dropped():
+                self.members.dropped(member, message.attempt)
+            case Failed():
+                reason = self.members.failed(member, message)
+                logger.warning("sync: %s failed: %s: %s", member.name, message.cause, message.reason)
+                if reason is not None:
+                    self.evict([member], reason)
+            case Leave():
+                logger.info("sync: %s left", member.name)
+                self.members.evict(member, "left")
+            case Beat():
+                pass
+            case _:
+                self._outbox.put((identity, Refuse(f"{type(message).__name__} is not for the publisher")))
+
+    def _join(self, identity: bytes, message: Join) -> None:
+        if message.run_id != self._run_id:
+            reason = f"run_id: {message.run_id!r}: this learner runs {self._run_id!r}"
+            logger.warning("sync: refused %s: %s", message.name, reason)
+            self._outbox.put((identity, Refuse(reason)))
+            return
+        known = self.members.get(identity)
+        if known is not None and known.name == message.name:  # its WELCOME is on the way
+            known.heard_at = time.monotonic()
+            return
+        replaced = self.members.join(identity, message.name, message.world_size, time.monotonic())
+        for member in replaced:
+            logger.warning("sync: %s joined again; its former connection is closed", member.name)
+        self.send(replaced, Evict("another server of this name joined"))
+        self._outbox.put((identity, Welcome(SCHEMA, self._timeout_s)))
+        logger.info("sync: %s joined with %d ranks", message.name, message.world_size)

@@ -1,0 +1,72 @@
+"""What tensors a server's model consists of, read from the checkpoint it was started from."""
+
+import json
+import logging
+from pathlib import Path
+
+from sync.errors import ManifestRefused
+from sync.manifest import Manifest, TensorSpec
+
+logger = logging.getLogger(__name__)
+
+_DTYPES = {
+    "BOOL": "bool", "U8": "uint8", "I8": "int8", "I16": "int16", "I32": "int32", "I64": "int64",
+    "F16": "float16", "BF16": "bfloat16", "F32": "float32", "F64": "float64",
+    "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2",
+}  # fmt: skip
+_MAX_HEADER_BYTES = 100 << 20
+
+
+def read_specs(folder: Path) -> list[TensorSpec]:
+    """Every tensor of a Hugging Face folder, from its safetensors headers; [] where it has no such file."""
+    specs: list[TensorSpec] = []
+    for path in sorted(folder.glob("*.safetensors")):
+        with path.open("rb") as file:
+            size = int.from_bytes(file.read(8), "little")
+            if size > _MAX_HEADER_BYTES:
+                raise ValueError(f"{path}: not a safetensors file")
+            header = json.loads(file.read(size))
+        for name, entry in header.items():
+            if name != "__metadata__":
+                specs.append(TensorSpec(name, _DTYPES[entry["dtype"]], tuple(entry["shape"])))
+    return specs
+
+
+class ExpectedModel:
+    """The model that manifests must describe: the names and shapes of a checkpoint, in the engine's dtype."""
+
+    def __init__(self, specs: list[TensorSpec], dtype: str, tied: bool) -> None:
+        kinds = [spec.dtype for spec in specs]
+        main = max(set(kinds), key=kinds.count) if kinds else dtype
+        # The engine casts what is in the checkpoint's main dtype; the few tensors in another (a router's
+        # float32 bias) stay in theirs.
+        self._specs = {
+            spec.name: TensorSpec(spec.name, dtype if spec.dtype == main else spec.dtype, spec.shape)
+            for spec in specs
+            if not spec.name.endswith("rotary_emb.inv_freq")  # old checkpoints store it; no model has it
+        }
+        self._optional = {"lm_head.weight"} if tied else set()
+
+    def check(self, manifest: Manifest) -> None:
+        """Compare name by name.
+
+        Raises:
+            ManifestRefused: The text names the first tensor that is missing, unknown or different.
+        """
+        if not self._specs:
+            logger.warning("sync: no safetensors beside the model, so the manifest's tensors are not checked")
+            return
+        offered = {spec.name: spec for spec in manifest.tensors}
+        for name, expected in self._specs.items():
+            found = offered.pop(name, None)
+            if found is None:
+                if name not in self._optional:
+                    raise ManifestRefused(f"{name}: not in the manifest, but in this server's model")
+            elif found != expected:
+                raise ManifestRefused(
+                    f"{name}: {found.dtype}{list(found.shape)} in the manifest, "
+                    f"{expected.dtype}{list(expected.shape)} in this server's model"
+                )
+        unknown = sorted(set(offered) - self._optional)
+        if unknown:
+            raise ManifestRefused(f"{unknown[0]}: in the manifest, but not in this server's model")

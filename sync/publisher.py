@@ -1,0 +1,298 @@
+"""The learner's side: takes members in, and brings each version to all of them.
+
+Only the learner's global rank 0 has a Publisher; its methods are called from one thread, the one that trains.
+Listening, heartbeats and collectives run on threads of their own, and every wait here has a deadline.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Iterator
+
+import torch
+from torch import Tensor
+
+from sync.buckets import combine, pack
+from sync.config import SyncConfig
+from sync.control import Control
+from sync.errors import PublishInterrupted, TransferFailed
+from sync.group import BroadcastGroup, Connecting, Seat, host_of, listen
+from sync.manifest import Manifest, TensorSpec
+from sync.membership import Member
+from sync.report import PublishReport
+from sync.sender import BucketMemory, BucketSender
+from sync.wire import Abort, Prepare
+
+logger = logging.getLogger(__name__)
+
+
+class Publisher:
+    """Publishes versions to whoever joined.
+
+    Use:
+        publisher.start(); publisher.wait_for_members(1, timeout_s)
+        while True:
+            try:
+                publisher.publish(version, specs, export())  # other ranks just run through export()
+                break
+            except PublishInterrupted:  # tell the other ranks to export once more
+                continue
+        ... train on ...
+        report = publisher.wait_loaded()  # or not: the next publish does it
+
+    A server that joined later, or was evicted and came back, lacks the version: `wants_publish()` says so,
+    and publishing the same version again sends it to those only.
+    """
+
+    def __init__(self, config: SyncConfig, run_id: str, device: torch.device) -> None:
+        cuda = device.type == "cuda"
+        self._backend = ("nccl" if cuda else "gloo") if config.backend == "auto" else config.backend
+        if self._backend == "nccl" and not cuda:
+            raise ValueError("sync.backend nccl: the learner has no CUDA device; expected auto or gloo")
+        self._host = host_of(config.address)
+        self._timeout_s = config.transfer_timeout_s
+        self._answer_timeout_s = min(config.transfer_timeout_s, config.heartbeat_timeout_s)
+        self._device = device if self._backend == "nccl" else torch.device("cpu")
+        self._memory = BucketMemory((config.bucket_mib or (512 if cuda else 64)) << 20, self._device)
+        self._control = Control(config.address, run_id, config.heartbeat_timeout_s)
+        self._members = self._control.members
+        self._version: int | None = None
+        self._attempt = 0
+        self._epoch = 0
+        self._group: BroadcastGroup | None = None
+        self._seated: list[bytes] = []
+        self._report = PublishReport(-1)
+        self._expected_checksum: int | None = None
+
+    def start(self) -> None:
+        """Listen for members.
+
+        Raises:
+            ValueError: The address cannot be listened on.
+        """
+        self._control.start()
+        self._store, self._port = listen(self._host, self._timeout_s)
+
+    def close(self) -> None:
+        """Stop listening. Members go back to waiting for a learner."""
+        self._control.close()
+        self._group = None
+
+    def members(self) -> list[str]:
+        with self._control.changed:
+            return self._members.names()
+
+    def wants_publish(self) -> bool:
+        """Whether a member neither holds the newest version given to `publish` nor is just getting it."""
+        with self._control.changed:
+            if self._version is None:
+                return bool(self._members.all())
+            return bool(self._members.lacking(self._version))
+
+    def wait_for_members(self, count: int, timeout_s: float) -> bool:
+        """Block until so many members are there; whether they came in time."""
+        return self._control.wait(lambda: len(self._members.all()) >= count, timeout_s)
+
+    def publish(
+        self, version: int, specs: list[TensorSpec], tensors: Iterable[tuple[str, Tensor]]
+    ) -> PublishReport:
+        """Send a version to every member that lacks it; returns when the last bucket is sent.
+
+        Members load it in the background: `wait_loaded` has the outcome. If the publish before is not loaded
+        everywhere yet, this waits for that first, so two are never in flight. With nobody to send to, the
+        report has size_bytes 0.
+
+        Args:
+            specs: What `tensors` will yield, in its order.
+            tensors: (Hugging Face name, tensor). It may be collective over the learner's ranks, so it is
+                always run through to its end, also when nobody is there or an error is raised: the other
+                ranks only have to run through theirs.
+
+        Raises:
+            PublishInterrupted: A member was lost mid-transfer. It is evicted already; publish again, with a
+                new iterator, to bring the version to the survivors. One lost before or after costs nothing.
+            ValueError: `tensors` and `specs` disagree.
+        """
+        stream = iter(tensors)
+        try:
+            self._end_attempt()
+            self._version = version
+            manifest = Manifest.layout(specs, self._memory.bucket_bytes)
+            with self._control.changed:
+                holders = sorted(m.name for m in self._members.all() if m.version == version)
+            self._report = PublishReport(version, holders)
+            group = self._assemble(version, manifest)
+            if group is not None:
+                self._transfer(group, version, manifest, stream)
+            with self._control.changed:
+                self._report.lost += self._members.take_lost()
+            return self._report
+        finally:
+            for _ in stream:
+                pass
+
+    def wait_loaded(self) -> PublishReport:
+        """Block until every member of the last publish has loaded it, at most the transfer timeout.
+
+        Who has not by then is evicted. A member whose transfer failed behind our back (a relay died between
+        us and it) stays and lacks the version: `wants_publish()` is true then.
+        """
+        self._end_attempt()
+        with self._control.changed:
+            self._report.lost += self._members.take_lost()
+        return self._report
+
+    def _end_attempt(self) -> None:
+        report, attempt = self._report, self._attempt
+        done = self._control.wait(lambda: not self._members.working(attempt), self._timeout_s)
+        with self._control.changed:
+            if not done:
+                late = self._members.working(attempt)
+                self._control.evict(late, f"version {report.version} not loaded within {self._timeout_s:g} s")
+            self._settle(report, self._members.of(attempt))
+
+    def _settle(self, report: PublishReport, members: list[Member]) -> None:
+        """Fill in what the members say of the attempt just ended. Called under `changed`."""
+        for member in members:
+            loaded = member.loaded
+            if loaded is None:
+                self._group = None  # broken for it, so broken
+                if member.phase == "failed":
+                    self._blame(member)
+            elif self._expected_checksum not in (None, loaded.checksum):
+                self._control.evict([member], f"version {report.version} loaded with another checksum")
+            elif member.name not in report.members:
+                report.members = sorted([*report.members, member.name])
+                report.load_seconds = max(report.load_seconds, loaded.load_seconds)
+                report.pause_seconds = max(report.pause_seconds, loaded.pause_seconds)
+        self._attempt += 1  # settled once; late answers are stale
+
+    def _assemble(self, version: int, manifest: Manifest) -> BroadcastGroup | None:
+        """Get everybody who lacks the version ready, in one group; None when there is nobody.
+
+        Members that do not answer or cannot connect are evicted and the rest tried again.
+        """
+        while True:
+            with self._control.changed:
+                targets = self._members.lacking(version)
+            if not targets:
+                return None
+            try:
+                return self._try_group(targets, version, manifest)
+            except TransferFailed as failure:
+                logger.warning("sync: no group for version %d: %s", version, failure)
+                self._abort(str(failure))
+
+    def _try_group(self, targets: list[Member], version: int, manifest: Manifest) -> BroadcastGroup:
+        seated = [member.identity for member in targets]
+        kept = self._group if self._seated == seated else None
+        if kept is None:
+            self._group, self._seated = None, seated
+            self._epoch += 1
+        attempt = self._ask(targets, version, manifest, fresh=kept is None)
+        connecting = None if kept is not None else self._connect(1 + sum(m.world_size for m in targets))
+        self._until(lambda: not self._unanswered(attempt), "PREPARE not answered", attempt)
+        if connecting is not None:
+            self._until(connecting.settled, "the group was not connected", attempt)
+            self._group = connecting.result()
+        assert self._group is not None
+        return self._group
+
+    def _unanswered(self, attempt: int) -> list[Member]:
+        return [member for member in self._members.of(attempt) if member.phase == "asked"]
+
+    def _ask(self, targets: list[Member], version: int, manifest: Manifest, fresh: bool) -> int:
+        self._attempt += 1
+        first_rank, size = 1, 1 + sum(member.world_size for member in targets)
+        with self._control.changed:
+            self._members.asked(targets, self._attempt)
+            for member in targets:
+                order = Prepare(
+                    self._attempt, version, self._epoch, fresh, self._port, first_rank, size, self._backend,
+                    self._timeout_s, manifest,
+                )  # fmt: skip
+                self._control.send([member], order)
+                first_rank += member.world_size
+        return self._attempt
+
+    def _connect(self, size: int) -> Connecting:
+        seat = Seat(self._host, self._port, self._epoch, 0, size, self._backend, self._timeout_s)
+        return Connecting(seat, self._device, self._store, self._control.notify)
+
+    def _until(self, done: Callable[[], bool], what: str, attempt: int) -> None:
+        """Wait for something of an attempt.
+
+        Raises:
+            TransferFailed: A member was lost or failed meanwhile, or the deadline passed.
+        """
+        broken = self._watch(attempt)
+        if not self._control.wait(lambda: done() or broken() is not None, self._timeout_s):
+            raise TransferFailed(f"{what} within {self._timeout_s:g} s")
+        with self._control.changed:
+            why = broken()
+        if why is not None:
+            raise TransferFailed(why)
+
+    def _watch(self, attempt: int) -> Callable[[], str | None]:
+        """A look, under `changed`, at why an attempt cannot end well; None while it can."""
+        expected = len(self._seated)
+
+        def broken() -> str | None:
+            members = self._members.of(attempt)
+            if len(members) < expected:
+                return f"{expected - len(members)} of {expected} members lost"
+            failed = [f"{m.name}: {m.failure}" for m in members if m.phase == "failed"]
+            return failed[0] if failed else None
+
+        return broken
+
+    def _transfer(
+        self, group: BroadcastGroup, version: int, manifest: Manifest, stream: Iterator[tuple[str, Tensor]]
+    ) -> None:
+        report, started, sent = self._report, time.monotonic(), False
+        self._expected_checksum = None
+        broken = self._watch(self._attempt)
+        sender = BucketSender(group, self._memory, self._timeout_s, self._control.changed, broken)
+        sender.start(version)
+        try:
+            for _, bucket in pack(manifest, stream, sender.lend):
+                sender.send(bucket)
+            sender.finish()
+            sent = True
+        except TransferFailed as failure:
+            sender.cancel()
+            self._abort(str(failure))
+            sent = True  # given up, in order
+            with self._control.changed:
+                report.lost += self._members.take_lost()
+            raise PublishInterrupted(version, report.lost) from failure
+        finally:
+            if not sent:  # `stream` raised: its error goes on, but nobody is left waiting for buckets
+                sender.cancel()
+                self._abort("the learner failed")
+        self._expected_checksum = combine(sender.sums)
+        report.size_bytes = manifest.stream_bytes
+        report.transfer_seconds = time.monotonic() - started
+
+    def _abort(self, reason: str) -> None:
+        """Give an attempt up: everybody drops it, and who does not say so in time was the one that hung."""
+        attempt = self._attempt
+        if self._group is not None:
+            self._group.abort()
+            self._group = None
+        with self._control.changed:
+            members = [m for m in self._members.of(attempt) if m.phase != "loaded"]
+            self._control.send(members, Abort(attempt, reason))
+        self._control.wait(lambda: not self._undropped(attempt), self._answer_timeout_s)
+        with self._control.changed:
+            stuck = self._undropped(attempt)
+            self._control.evict(stuck, f"no answer to ABORT within {self._answer_timeout_s:g} s ({reason})")
+            if not stuck and len(self._members.of(attempt)) == len(self._seated):
+                for member in self._members.of(attempt):  # nobody to blame, so everybody a little
+                    self._blame(member)
+
+    def _undropped(self, attempt: int) -> list[Member]:
+        return [m for m in self._members.of(attempt) if m.phase not in ("dropped", "loaded")]
+
+    def _blame(self, member: Member) -> None:
+        if member.phase != "loaded" and self._members.count_failed_transfer(member):
+            self._control.evict([member], f"transfers to it keep failing ({member.failure or 'timed out'})")

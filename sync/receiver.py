@@ -1,0 +1,243 @@
+"""The rollout server's side: joins the learner, and brings every version it publishes into the engine."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Coroutine
+from dataclasses import dataclass
+
+import zmq
+import zmq.asyncio
+
+from sync.config import SyncConfig
+from sync.errors import EngineLost, JoinRefused, SyncError
+from sync.group import host_of
+from sync.sink import StagePlan, WeightSink
+from sync.wire import (
+    SCHEMA,
+    Abort,
+    Beat,
+    Dropped,
+    Evict,
+    Failed,
+    Join,
+    Leave,
+    Loaded,
+    Message,
+    Prepare,
+    Ready,
+    Refuse,
+    Welcome,
+    WireError,
+    decode,
+    encode,
+)  # fmt: skip
+
+logger = logging.getLogger(__name__)
+
+RETRY_S = 1.0
+"""Between two JOINs."""
+PATIENCE_S = 5.0
+"""How long a learner may be absent before that is worth a line in the log."""
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """How the newest version came in, in seconds."""
+
+    version: int
+    stage_seconds: float
+    load_seconds: float
+    pause_seconds: float
+
+
+class _Rejoin(Exception):
+    """This membership is over; another begins."""
+
+
+class Receiver:
+    """One server's membership, for as long as `run` is awaited.
+
+    Consumes the publisher's messages; waits for those; unblocked by any of them or by the next beat. Learner
+    restarts and evictions end in another JOIN, after which the learner sends its current version in full.
+    """
+
+    def __init__(self, config: SyncConfig, run_id: str, name: str, sink: WeightSink) -> None:
+        self._address = config.address
+        self._host = host_of(config.address)
+        self._run_id = run_id
+        self._name = name
+        self._sink = sink
+        self._version: int | None = None
+        self._first_version = asyncio.Event()
+        self._engine = asyncio.Lock()
+        self._work: asyncio.Task[None] | None = None
+        self._loading = False
+        self.last_update: Update | None = None
+
+    @property
+    def version(self) -> int | None:
+        """What every rank of this server generates with; None before the first load."""
+        return self._version
+
+    async def wait_first_version(self) -> int:
+        await self._first_version.wait()
+        assert self._version is not None
+        return self._version
+
+    async def run(self) -> None:
+        """Stay a member until cancelled.
+
+        Raises:
+            JoinRefused: The learner is of another run or schema.
+            EngineLost: The engine is gone.
+        """
+        context = zmq.asyncio.Context()
+        try:
+            while True:
+                socket = context.socket(zmq.DEALER)
+                socket.setsockopt(zmq.LINGER, 500)
+                socket.setsockopt(zmq.IMMEDIATE, 1)  # without a learner nothing is queued up for it
+                socket.connect(self._address)
+                try:
+                    await self._stay(socket)
+                except _Rejoin as why:
+                    logger.warning("sync: %s; joining again", why)
+                finally:
+                    await self._stop_work()
+                    socket.close()
+                await asyncio.sleep(RETRY_S)
+        finally:
+            context.destroy(linger=500)
+
+    async def _stay(self, socket: zmq.asyncio.Socket) -> None:
+        timeout_s = await self._join(socket)
+        interval_s = min(1.0, timeout_s / 5)
+        heard = beaten = time.monotonic()
+        try:
+            while True:
+                message = await self._next(socket, interval_s)
+                now = time.monotonic()
+                if message is not None:
+                    heard = now
+                    self._handle(socket, message)
+                elif now - heard > timeout_s:
+                    raise _Rejoin(f"the learner has been silent for {timeout_s:g} s")
+                if now - beaten >= interval_s:
+                    beaten = now
+                    _send(socket, Beat())
+                if self._work is not None and self._work.done() and not self._work.cancelled():
+                    self._work.result()  # EngineLost ends the server
+        except (asyncio.CancelledError, EngineLost):
+            _send(socket, Leave())
+            raise
+
+    async def _join(self, socket: zmq.asyncio.Socket) -> float:
+        """Become a member; returns the learner's heartbeat timeout."""
+        async with self._engine:
+            await self._sink.drop()
+        started, told = time.monotonic(), False
+        while True:
+            _send(socket, Join(SCHEMA, self._run_id, self._name, self._sink.world_size))
+            message = await self._next(socket, RETRY_S)
+            match message:
+                case Welcome():
+                    logger.info("sync: joined the learner at %s", self._address)
+                    return message.heartbeat_timeout_s
+                case Refuse():
+                    raise JoinRefused(
+                        f"the learner at {self._address} refused {self._name}: {message.reason}"
+                    )
+                case _:
+                    pass
+            if not told and time.monotonic() - started > PATIENCE_S:
+                told = True
+                logger.info("waiting for learner at %s", self._address)
+
+    async def _next(self, socket: zmq.asyncio.Socket, timeout_s: float) -> Message | None:
+        if not await socket.poll(int(timeout_s * 1000)):
+            return None
+        raw = await socket.recv()
+        try:
+            return decode(raw)
+        except WireError as error:
+            raise JoinRefused(f"the learner at {self._address} speaks otherwise: {error}") from None
+
+    def _handle(self, socket: zmq.asyncio.Socket, message: Message) -> None:
+        match message:
+            case Prepare():
+                _send(socket, Ready(message.attempt))
+                self._begin(self._update(socket, message))
+            case Abort():
+                logger.warning("sync: attempt %d aborted: %s", message.attempt, message.reason)
+                self._begin(self._drop(socket, message.attempt))
+            case Evict():
+                raise _Rejoin(f"evicted: {message.reason}")
+            case Refuse():
+                raise JoinRefused(f"the learner at {self._address}: {message.reason}")
+            case _:
+                pass
+
+    def _begin(self, work: Coroutine[None, None, None]) -> None:
+        """Start work on the engine. What is being staged gives way; what is being loaded ends first."""
+        if self._work is not None and not self._loading:
+            self._work.cancel()
+        self._work = asyncio.create_task(work)
+
+    async def _stop_work(self) -> None:
+        if self._work is None:
+            return
+        if not self._loading:
+            self._work.cancel()
+        await asyncio.wait([self._work])
+        self._work = None
+
+    async def _drop(self, socket: zmq.asyncio.Socket, attempt: int) -> None:
+        async with self._engine:
+            await self._sink.drop()
+        _send(socket, Dropped(attempt))
+
+    async def _update(self, socket: zmq.asyncio.Socket, order: Prepare) -> None:
+        plan = StagePlan(
+            order.version, order.epoch, order.fresh, self._host, order.port, order.first_rank,
+            order.group_size, order.backend, order.timeout_s, order.manifest,
+        )  # fmt: skip
+        async with self._engine:
+            try:
+                await self._stage_and_load(socket, order.attempt, plan)
+            except EngineLost:
+                raise
+            except SyncError as error:
+                logger.warning("sync: version %d: %s", order.version, error)
+                _send(socket, Failed(order.attempt, error.cause, str(error)))
+            finally:
+                self._loading = False
+
+    async def _stage_and_load(self, socket: zmq.asyncio.Socket, attempt: int, plan: StagePlan) -> None:
+        started = time.monotonic()
+        checksum = await self._sink.stage(plan)
+        staged = time.monotonic()
+        self._loading = True
+        pause_seconds = await self._sink.load(plan.version)
+        loaded = time.monotonic()
+        self._version = plan.version
+        self._first_version.set()
+        self.last_update = Update(plan.version, staged - started, loaded - staged, pause_seconds)
+        logger.info(
+            "sync: version %d: staged in %.2f s, loaded in %.2f s, paused for %.2f s",
+            plan.version, staged - started, loaded - staged, pause_seconds,
+        )  # fmt: skip
+        _send(
+            socket,
+            Loaded(attempt, plan.version, checksum, staged - started, loaded - staged, pause_seconds),
+        )
+
+
+def _send(socket: zmq.asyncio.Socket, message: Message) -> None:
+    """Send or let it be: with no learner on the line there is nobody to tell, and JOIN comes again."""
+    if socket.closed:
+        return
+    try:
+        zmq.Socket.shadow(socket.underlying).send(encode(message), zmq.NOBLOCK)
+    except zmq.Again:
+        logger.debug("sync: nobody to send %s to", type(message).__name__)

@@ -1,0 +1,57 @@
+"""Where a version goes on the rollout side: the seam between the receiver and an engine. No torch."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from sync.manifest import Manifest
+
+
+@dataclass(frozen=True, slots=True)
+class StagePlan:
+    """All that an engine's ranks need to receive one version.
+
+    Made by the receiver from PREPARE, read by a sink. Rank r of the engine is rank `first_rank + r` of the
+    broadcast group. With `fresh` the group is to be built, else that of the stage before is used again.
+    """
+
+    version: int
+    epoch: int
+    fresh: bool
+    host: str
+    port: int
+    first_rank: int
+    group_size: int
+    backend: str
+    timeout_s: float
+    manifest: Manifest
+
+
+class WeightSink(Protocol):
+    """An engine that takes weights. Errors are `sync.errors`; `EngineLost` ends the receiver."""
+
+    @property
+    def world_size(self) -> int:
+        """Ranks that receive."""
+        ...
+
+    async def stage(self, plan: StagePlan) -> int:
+        """Connect, receive and verify every bucket while generation goes on.
+
+        It may be cancelled at any await; `drop` follows then.
+
+        Returns:
+            The checksum of all that is staged (`sync.buckets.combine`), the same on every rank.
+        """
+        ...
+
+    async def load(self, version: int) -> float:
+        """Put the staged version into every rank of the engine; generation goes on with it.
+
+        Returns:
+            Seconds during which nothing was generated.
+        """
+        ...
+
+    async def drop(self) -> None:
+        """Forget what is staged or being staged, and the group. Returns at once."""
+        ...

@@ -1,0 +1,168 @@
+"""Receiving in the background: one rank's staging memory, and the thread that fills it during decoding.
+
+Used by the worker side of the vLLM plugin. Every method returns at once: what can hang runs on a thread that
+is abandoned when it does, never on the engine's.
+"""
+
+import logging
+import os
+import threading
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from sync.buckets import checksum, combine
+from sync.errors import ChecksumMismatch, SyncError, TransferFailed
+from sync.group import BroadcastGroup, Seat
+from sync.manifest import Manifest
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Stage:
+    """One staging, from PREPARE to its end. After it began only its own thread writes to it."""
+
+    version: int
+    manifest: Manifest
+    stream: Tensor = field(repr=False)
+    """Where the buckets land, side by side."""
+    group: BroadcastGroup | None
+    """None until connected; usable again once staged."""
+    state: Literal["receiving", "staged", "failed"] = "receiving"
+    buckets: int = 0
+    checksum: int = 0
+    cause: str = ""
+    reason: str = ""
+
+
+class Stager:
+    """One receiving rank.
+
+    The staging memory is as large as the model and on the host. It is kept between versions: fresh pages
+    would halve the bandwidth.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._memory: Tensor | None = None
+        self._stage: Stage | None = None
+
+    def begin(self, seat: Seat, fresh: bool, version: int, manifest: Manifest) -> None:
+        """Start to receive a version; whatever was staged or under way is forgotten."""
+        before = self._stage
+        kept = before.group if before is not None and before.state == "staged" and not fresh else None
+        if kept is None:
+            self.drop()
+        stage = Stage(version, manifest, self._take_memory(manifest.stream_bytes), kept)
+        self._stage = stage
+        thread = threading.Thread(
+            target=_receive, args=(stage, seat, self._device), daemon=True, name="slipstream-stage"
+        )
+        thread.start()
+
+    def drop(self) -> None:
+        """Forget what is staged, and the group. A thread still in a collective is left to its own timeout."""
+        stage, self._stage = self._stage, None
+        if stage is None:
+            return
+        if stage.state == "receiving":
+            self._memory = None  # that thread may yet write into it
+        if stage.group is not None:
+            stage.group.abort()
+
+    def status(self) -> dict[str, object]:
+        """Plain values, fit for any RPC."""
+        stage = self._stage
+        if stage is None:
+            return {"state": "idle"}
+        return {
+            "state": stage.state,
+            "version": stage.version,
+            "buckets": stage.buckets,
+            "checksum": stage.checksum,
+            "cause": stage.cause,
+            "reason": stage.reason,
+        }
+
+    def staged(self, version: int) -> tuple[Manifest, Tensor]:
+        """What is staged, to be loaded. The memory is overwritten by the next `begin`.
+
+        Raises:
+            TransferFailed: That version is not staged.
+        """
+        stage = self._stage
+        if stage is None or stage.state != "staged" or stage.version != version:
+            raise TransferFailed(f"version {version} is not staged here")
+        return stage.manifest, stage.stream
+
+    def _take_memory(self, size_bytes: int) -> Tensor:
+        if self._memory is None or self._memory.numel() < size_bytes:
+            self._memory = None
+            pinned = self._device.type == "cuda"
+            self._memory = torch.empty(size_bytes, dtype=torch.uint8, pin_memory=pinned)
+        return self._memory[:size_bytes]
+
+
+def make_seal(version: int, sums: list[int], device: torch.device) -> Tensor:
+    """The last broadcast of a version, int64: version, number of buckets, each bucket's checksum."""
+    return torch.tensor([version, len(sums), *sums], dtype=torch.int64, device=device)
+
+
+def _receive(stage: Stage, seat: Seat, device: torch.device) -> None:
+    _use_every_core()
+    try:
+        if stage.group is None:
+            stage.group = BroadcastGroup.connect(seat, device)
+        sums = _fill(stage, stage.group, device)
+        _compare(stage, stage.group, sums, device)
+    except SyncError as error:
+        stage.cause, stage.reason, stage.state = error.cause, str(error), "failed"
+    else:
+        stage.checksum, stage.state = combine(sums), "staged"
+
+
+def _fill(stage: Stage, group: BroadcastGroup, device: torch.device) -> list[int]:
+    """Receive every bucket; each is summed on a second thread while the next one lands."""
+    sums: list[Future[int]] = []
+    landing = _landing(stage.manifest, device)
+    with ThreadPoolExecutor(max_workers=1, thread_name_prefix="slipstream-sum") as pool:
+        for index in range(stage.manifest.num_buckets):
+            start, end = stage.manifest.bucket(index)
+            bucket = stage.stream[start:end]
+            if landing is None:
+                group.broadcast(bucket)
+            else:
+                group.broadcast(landing[: end - start])
+                bucket.copy_(landing[: end - start])
+            sums.append(pool.submit(checksum, bucket))
+            stage.buckets = index + 1
+    return [future.result() for future in sums]
+
+
+def _landing(manifest: Manifest, device: torch.device) -> Tensor | None:
+    """A GPU's bucket to receive into: the whole version would not fit beside model and cache."""
+    if device.type == "cpu" or not manifest.num_buckets:
+        return None
+    return torch.empty(min(manifest.bucket_bytes, manifest.stream_bytes), dtype=torch.uint8, device=device)
+
+
+def _compare(stage: Stage, group: BroadcastGroup, sums: list[int], device: torch.device) -> None:
+    seal = make_seal(0, [0] * len(sums), device)
+    group.broadcast(seal)
+    version, buckets, *sent = seal.tolist()
+    if (version, buckets) != (stage.version, len(sums)):
+        here = f"version {stage.version} in {len(sums)} buckets"
+        raise ChecksumMismatch(f"sealed as version {version} in {buckets} buckets, expected {here}")
+    for index, (got, expected) in enumerate(zip(sums, sent, strict=True)):
+        if got != expected:
+            raise ChecksumMismatch(f"version {version}: bucket {index} of {buckets} arrived changed")
+
+
+def _use_every_core() -> None:
+    """An engine's worker is bound to cores; its threads inherit that and would share one with decoding."""
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, range(os.cpu_count() or 1))

@@ -1,0 +1,243 @@
+"""The control messages between the learner's publisher (ROUTER) and the rollout servers (DEALER). No torch.
+
+One msgpack map a message, its kind under "kind". Every field is checked by type and range before use; the
+weights themselves never pass here.
+
+    server                                   publisher
+    JOIN ───────────────────────────────────▶
+      ◀──────────────────────── WELCOME | REFUSE
+    BEAT ◀──────────────────────────────────▶ BEAT        both ways, all the time
+      ◀──────────────────────────────── PREPARE
+    READY ──────────────────────────────────▶            then the buckets, in the broadcast group
+    LOADED | FAILED ────────────────────────▶
+      ◀────────────────────────────────── ABORT            the group broke
+    DROPPED ────────────────────────────────▶
+      ◀────────────────────────────────── EVICT            join again
+    LEAVE ──────────────────────────────────▶
+"""
+
+from dataclasses import asdict, dataclass, fields
+from typing import Any, cast
+
+import msgpack  # pyright: ignore[reportMissingTypeStubs]
+
+from sync.errors import CAUSES
+from sync.manifest import Manifest
+
+SCHEMA = 1
+"""Grows whenever a message changes; a server of another schema is refused with the reason."""
+
+MAX_MESSAGE_BYTES = 256 << 20
+
+
+class WireError(ValueError):
+    """A message that is not what this file describes; the text names the field."""
+
+
+@dataclass(frozen=True, slots=True)
+class Join:
+    """Made by the receiver, read by the publisher: this server wants every version from now on."""
+
+    schema: int
+    run_id: str
+    name: str
+    world_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Welcome:
+    """Made by the publisher, read by the receiver."""
+
+    schema: int
+    heartbeat_timeout_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Refuse:
+    """Made by the publisher, read by the receiver: never, for this reason."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Prepare:
+    """Made by the publisher, read by the receiver: version `version` comes as laid out in `manifest`.
+
+    `attempt` names this one try and is in every answer. `epoch` names the broadcast group; with `fresh` it is
+    to be built (this server's ranks are `first_rank` and up, rank 0 sends, the store listens on `port` of the
+    host that the server joined), else the one of the last PREPARE is used again.
+    """
+
+    attempt: int
+    version: int
+    epoch: int
+    fresh: bool
+    port: int
+    first_rank: int
+    group_size: int
+    backend: str
+    timeout_s: float
+    manifest: Manifest
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """Made by the receiver, read by the publisher: PREPARE is understood, staging begins."""
+
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """Made by the receiver, read by the publisher: every rank of this server generates with `version`.
+
+    `checksum` is of all buckets as they were staged.
+    """
+
+    attempt: int
+    version: int
+    checksum: int
+    stage_seconds: float
+    load_seconds: float
+    pause_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """Made by the receiver, read by the publisher. Causes: `errors.CAUSES`; "transfer" blames nobody."""
+
+    attempt: int
+    cause: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    """Made by the publisher, read by the receiver: forget what is staged and the group; answer DROPPED."""
+
+    attempt: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Dropped:
+    """Made by the receiver, read by the publisher: ready for another PREPARE."""
+
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True)
+class Evict:
+    """Made by the publisher, read by the receiver: not a member (any more); JOIN again."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Beat:
+    """Made by both, read by both: alive."""
+
+
+@dataclass(frozen=True, slots=True)
+class Leave:
+    """Made by the receiver, read by the publisher: a clean goodbye."""
+
+
+Message = (
+    Join | Welcome | Refuse | Prepare | Ready | Loaded | Failed | Abort | Dropped | Evict | Beat | Leave
+)  # fmt: skip
+
+KINDS: dict[str, type[Message]] = {
+    "JOIN": Join, "WELCOME": Welcome, "REFUSE": Refuse, "PREPARE": Prepare, "READY": Ready, "LOADED": Loaded,
+    "FAILED": Failed, "ABORT": Abort, "DROPPED": Dropped, "EVICT": Evict, "BEAT": Beat, "LEAVE": Leave,
+}  # fmt: skip
+_NAMES = {kind: name for name, kind in KINDS.items()}
+
+_INTEGERS = {
+    "schema": (0, 1 << 31),
+    "world_size": (1, 1 << 16),
+    "attempt": (1, 1 << 62),
+    "version": (0, 1 << 62),
+    "epoch": (1, 1 << 62),
+    "port": (1, 65535),
+    "first_rank": (1, 1 << 20),
+    "group_size": (2, 1 << 20),
+    "checksum": (-(1 << 63), (1 << 63) - 1),
+}
+_SECONDS = ("heartbeat_timeout_s", "timeout_s", "stage_seconds", "load_seconds", "pause_seconds")
+_TEXTS = {"run_id": 256, "name": 256, "reason": 4096}
+
+
+def encode(message: Message) -> bytes:
+    values: dict[str, Any]
+    if isinstance(message, Prepare):
+        values = {field.name: getattr(message, field.name) for field in fields(message)}
+        values["manifest"] = message.manifest.to_wire()
+    else:
+        values = asdict(message)
+        if "reason" in values:
+            values["reason"] = values["reason"][: _TEXTS["reason"]]
+    return cast(bytes, msgpack.packb({"kind": _NAMES[type(message)], **values}))  # pyright: ignore
+
+
+def decode(raw: bytes) -> Message:
+    """Read a message.
+
+    Raises:
+        WireError: Not a message of this schema; the text names the field.
+    """
+    if len(raw) > MAX_MESSAGE_BYTES:
+        raise WireError(f"message of {len(raw)} bytes: expected at most {MAX_MESSAGE_BYTES}")
+    try:
+        value = cast(object, msgpack.unpackb(raw, strict_map_key=True))  # pyright: ignore
+    except (ValueError, msgpack.UnpackException) as error:
+        raise WireError(f"message: not msgpack: {error}") from None
+    if not isinstance(value, dict):
+        raise WireError(f"message: expected a map, found {type(value).__name__}")
+    values = cast(dict[object, object], value)
+    kind = KINDS.get(str(values.pop("kind", None)))
+    if kind is None:
+        raise WireError("kind: unknown")
+    if "schema" in values and values["schema"] != SCHEMA:
+        raise WireError(
+            f"schema: {values['schema']!r}: this side speaks {SCHEMA}; install one version on both"
+        )
+    names = [field.name for field in fields(kind)]
+    if set(values) != set(names):
+        raise WireError(f"{_NAMES[kind]}: expected the fields {names}, found {sorted(map(str, values))}")
+    return kind(**{name: _check(name, values[name]) for name in names})
+
+
+def _check(name: str, value: object) -> Any:
+    if name in _INTEGERS:
+        low, high = _INTEGERS[name]
+        if isinstance(value, int) and not isinstance(value, bool) and low <= value <= high:
+            return value
+        raise WireError(f"{name}: {value!r}: expected an integer in [{low}, {high}]")
+    if name in _SECONDS:
+        if isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < 1e9:
+            return float(value)
+        raise WireError(f"{name}: {value!r}: expected seconds")
+    if name in _TEXTS:
+        if isinstance(value, str) and len(value) <= _TEXTS[name]:
+            return value
+        raise WireError(f"{name}: expected text of at most {_TEXTS[name]} characters")
+    return _check_special(name, value)
+
+
+_CHOICES: dict[str, tuple[str, ...]] = {"backend": ("gloo", "nccl"), "cause": CAUSES}
+
+
+def _check_special(name: str, value: object) -> Any:
+    if name == "manifest":
+        try:
+            return Manifest.from_wire(value)
+        except ValueError as error:
+            raise WireError(str(error)) from None
+    if name == "fresh":
+        if isinstance(value, bool):
+            return value
+        raise WireError(f"fresh: {value!r}: expected a boolean")
+    if value in _CHOICES[name]:
+        return value
+    raise WireError(f"{name}: {value!r}: expected one of {', '.join(_CHOICES[name])}")

@@ -1,0 +1,192 @@
+"""Publishing to real processes over real gloo and ZeroMQ while they join, die, stall and come back."""
+
+import signal
+import time
+
+import pytest
+
+from sync.errors import PublishInterrupted
+
+
+def publish(publisher, version, weights):
+    """As the learner does: again until it went through. Returns (report, the number of interruptions)."""
+    interruptions = 0
+    while True:
+        try:
+            publisher.publish(version, weights.specs, weights.stream())
+            return publisher.wait_loaded(), interruptions
+        except PublishInterrupted:
+            interruptions += 1
+            assert interruptions < 5
+
+
+def test_versions_reach_every_server_in_one_kept_group(start_server, make_publisher, weights):
+    servers = [start_server("a"), start_server("b")]
+    publisher = make_publisher()
+    assert publisher.wait_for_members(2, 30)
+    assert publisher.wants_publish()
+    for version in (0, 1, 2):
+        new = weights(version)
+        report, _ = publish(publisher, version, new)
+        assert report.members == ["a", "b"]
+        assert report.lost == []
+        assert report.size_bytes >= sum(t.numel() * t.element_size() for t in new.tensors.values())
+        for server in servers:
+            assert server.expect("staging", version=version)["fresh"] is (version == 0)
+            assert server.expect("loaded")["sums"] == new.sums
+        assert not publisher.wants_publish()
+
+
+def test_nobody_there_is_no_error_and_the_iterator_is_run_through(make_publisher, weights):
+    publisher = make_publisher()
+    new = weights(0)
+    seen = []
+    report = publisher.publish(0, new.specs, (seen.append(name) or (name, t) for name, t in new.stream()))
+    assert report.size_bytes == 0
+    assert report.members == []
+    assert seen == list(new.tensors)  # other ranks of the learner ran through theirs
+
+
+def test_late_joiner_gets_the_current_version_and_nobody_else_does(start_server, make_publisher, weights):
+    first = start_server("first")
+    publisher = make_publisher()
+    assert publisher.wait_for_members(1, 30)
+    new = weights(3)
+    publish(publisher, 3, new)
+    first.expect("loaded", version=3)
+    late = start_server("late")
+    assert publisher.wait_for_members(2, 30)
+    assert publisher.wants_publish()
+    report, _ = publish(publisher, 3, new)
+    assert report.members == ["first", "late"]
+    assert late.expect("loaded", version=3)["sums"] == new.sums
+    report, _ = publish(publisher, 4, weights(4))
+    assert first.expect("loaded")["version"] == 4  # version 3 was not sent to it twice
+    assert report.members == ["first", "late"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("blow", [signal.SIGKILL, signal.SIGSTOP])
+def test_server_lost_mid_transfer_costs_only_itself(blow, start_server, make_publisher, weights):
+    survivors = [start_server("a", "--delay", "0.1"), start_server("c", "--delay", "0.1")]
+    victim = start_server("b", "--delay", "0.1")
+    publisher = make_publisher()
+    assert publisher.wait_for_members(3, 30)
+    new = weights(1, megabytes=24)
+
+    def stream():
+        for index, pair in enumerate(new.stream()):
+            if index == 6:
+                victim.expect("first_bucket")
+                victim.signal(blow)
+            yield pair
+
+    started = time.monotonic()
+    with pytest.raises(PublishInterrupted) as interrupted:
+        publisher.publish(1, new.specs, stream())
+    assert [name for name, _ in interrupted.value.lost] == ["b"]
+    report, again = publish(publisher, 1, new)
+    assert time.monotonic() - started < 2 * 8.0 + 5.0  # a bucket's deadline, an answer's, and the rest
+    assert again == 0
+    assert report.members == ["a", "c"]
+    for server in survivors:
+        assert server.expect("loaded", version=1)["sums"] == new.sums
+    # The lost one comes back: a new process, or the same one when it wakes up.
+    if blow is signal.SIGSTOP:
+        victim.signal(signal.SIGCONT)
+        back = victim
+    else:
+        back = start_server("b")
+    assert publisher.wait_for_members(3, 30)
+    report, _ = publish(publisher, 1, new)
+    assert "b" in report.members
+    assert back.expect("loaded", version=1)["sums"] == new.sums
+
+
+@pytest.mark.slow
+def test_silent_server_is_evicted_between_publishes(start_server, make_publisher, weights):
+    start_server("a")
+    sleeper = start_server("b")
+    publisher = make_publisher(heartbeat_timeout_s=2.0)
+    assert publisher.wait_for_members(2, 30)
+    publish(publisher, 0, weights(0))
+    sleeper.signal(signal.SIGSTOP)
+    deadline = time.monotonic() + 10
+    while publisher.members() != ["a"] and time.monotonic() < deadline:
+        time.sleep(0.1)
+    report, interruptions = publish(publisher, 1, weights(1))
+    assert (report.members, interruptions) == (["a"], 0)
+    assert [name for name, _ in report.lost] == ["b"]
+    sleeper.signal(signal.SIGCONT)
+    sleeper.expect("loaded", version=0)
+    assert publisher.wait_for_members(2, 15)
+    publish(publisher, 1, weights(1))
+    sleeper.expect("loaded", version=1)
+
+
+def test_server_of_another_model_costs_only_itself(start_server, make_publisher, weights):
+    good, other = start_server("good"), start_server("other", "--refuse", "bias")
+    publisher = make_publisher()
+    assert publisher.wait_for_members(2, 30)
+    new = weights(0)
+    report, _ = publish(publisher, 0, new)
+    assert report.members == ["good"]
+    assert good.expect("loaded")["sums"] == new.sums
+    lost = dict(report.lost)
+    assert "bias: not in this server's model" in lost["other"]
+    assert not [event for event in other.events if event["event"] == "loaded"]
+
+
+def test_server_of_another_run_is_turned_away(start_server, make_publisher):
+    publisher = make_publisher()
+    stranger = start_server("stranger", "--run-id", "another")
+    refusal = stranger.expect("refused")
+    assert "run_id: 'another': this learner runs 'test'" in refusal["reason"]
+    assert publisher.members() == []
+    assert stranger.process.wait(10) == 0
+
+
+def test_learner_restart_brings_its_servers_back(start_server, make_publisher, weights):
+    server = start_server("a")
+    publisher = make_publisher(heartbeat_timeout_s=2.0)
+    assert publisher.wait_for_members(1, 30)
+    publish(publisher, 5, weights(5))
+    publisher.close()
+    publisher = make_publisher(heartbeat_timeout_s=2.0)
+    assert publisher.wait_for_members(1, 30)
+    assert publisher.wants_publish()
+    report, _ = publish(publisher, 4, weights(4))
+    assert report.members == ["a"]
+    assert server.expect("loaded", version=4)["sums"] == weights(4).sums
+
+
+def test_second_publish_waits_for_the_load_of_the_first(start_server, make_publisher, weights):
+    server = start_server("a", "--load-seconds", "1.0")
+    publisher = make_publisher()
+    assert publisher.wait_for_members(1, 30)
+    publisher.publish(0, weights(0).specs, weights(0).stream())
+    assert not publisher.wants_publish()  # it is on its way
+    started = time.monotonic()
+    publisher.publish(1, weights(1).specs, weights(1).stream())
+    assert time.monotonic() - started > 0.5
+    assert publisher.wait_loaded().pause_seconds == 1.0
+    assert [server.expect("loaded")["version"] for _ in range(2)] == [0, 1]
+
+
+def test_learner_that_fails_mid_export_leaves_nobody_waiting(start_server, make_publisher, weights):
+    server = start_server("a")
+    publisher = make_publisher()
+    assert publisher.wait_for_members(1, 30)
+    new = weights(0)
+
+    def breaking():
+        yield from list(new.stream())[:3]
+        raise RuntimeError("out of memory")
+
+    with pytest.raises(RuntimeError, match="out of memory"):
+        publisher.publish(0, new.specs, breaking())
+    with pytest.raises(ValueError, match="in the manifest, but not yielded"):
+        publisher.publish(0, new.specs, iter(list(new.stream())[:2]))
+    report, _ = publish(publisher, 0, new)
+    assert report.members == ["a"]
+    assert server.expect("loaded")["sums"] == new.sums
