@@ -4,7 +4,7 @@ import os
 import shlex
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from launch.experiment import WholeExperiment
 
 EXIT_USAGE = 2
+UsageError: Any = typer.BadParameter.__mro__[1]
+"""What typer raises for a wrong command line; it has no public name there."""
 
 app = typer.Typer(
     name="slipstream",
@@ -109,12 +111,18 @@ def _become(module: str, *arguments: str) -> None:
 def main() -> None:
     """Every mistake of the user is one line on stderr and exit code 2, never a traceback."""
     try:
-        app()
-    except (ValueError, FileNotFoundError, PermissionError) as error:
+        sys.exit(app(sys.argv[1:] or ["--help"], standalone_mode=False))
+    except UsageError as error:
+        fail(f"{error.format_message()} See `slipstream --help`.")
+    except (ValueError, OSError) as error:
         # Of ours, a ValueError is always the user's mistake, told in full by its text.
-        for line in str(error).splitlines():
-            typer.echo(f"error: {line}", err=True)
-        raise SystemExit(EXIT_USAGE) from None
+        fail(str(error))
+
+
+def fail(reason: str) -> NoReturn:
+    for line in reason.splitlines():
+        typer.echo(f"error: {line}", err=True)
+    sys.exit(EXIT_USAGE)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """What a run has written so far, read back: metrics and evaluations, for the screen and the report."""
 
 import json
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,12 +15,25 @@ class Tail:
     def __init__(self, path: Path):
         self.path = path
         self.offset = 0
+        self._file_id = 0
+
+    def rewritten(self) -> bool:
+        """Whether the file is another one than at the last look, or shorter: it is then read from its start.
+
+        A service that resumes cuts off what it will write again.
+        """
+        if not self.path.exists():
+            return False
+        found = self.path.stat()
+        changed = self.offset > 0 and (found.st_ino != self._file_id or found.st_size < self.offset)
+        self._file_id = found.st_ino
+        if changed:
+            self.offset = 0
+        return changed
 
     def new(self) -> list[Record]:
         if not self.path.exists():
             return []
-        if self.path.stat().st_size < self.offset:
-            self.offset = 0  # cut by its writer, who had crashed before it knew what it had written
         with self.path.open("rb") as file:
             file.seek(self.offset)
             whole, _, _ = file.read().rpartition(b"\n")
@@ -51,32 +65,39 @@ class History:
     """Evaluation score lines by policy version; none where every prompt was dropped."""
     completions: dict[int, dict[tuple[str, int], Record]] = field(default_factory=dict)
     """Evaluated completions by policy version, then by prompt id and index."""
-    _tails: dict[Path, Tail] = field(default_factory=dict)
+    opened: float = field(default_factory=time.time)
+    _newest: float = 0.0
+    _tails: dict[str, Tail] = field(default_factory=dict)
 
     def refresh(self) -> list[Record]:
-        """Returns: the learner's step records that are new."""
-        fresh = self._new("metrics.jsonl")
-        self.steps |= {int(r["step"]): r for r in fresh if "step" in r}
-        self.buffer += self._new("metrics/buffer.jsonl")
+        """Returns: the learner's records of steps that were not known."""
+        if self._tail("metrics.jsonl").rewritten():
+            self.steps.clear()
+        self._tail("eval.jsonl").rewritten()
+        records = [r for r in self._tail("metrics.jsonl").new() if "step" in r]
+        self.steps |= {int(r["step"]): r for r in records}
+        self.buffer += self._tail("metrics/buffer.jsonl").new()
         for path in sorted((self.run_dir / "metrics").glob("rollout-*.jsonl")):
             name = path.stem.removeprefix("rollout-")
-            self.servers.setdefault(name, []).extend(self._new(f"metrics/{path.name}"))
-        for record in self._new("eval.jsonl"):
+            self.servers.setdefault(name, []).extend(self._tail(f"metrics/{path.name}").new())
+        for record in self._tail("eval.jsonl").new():
             self._take_evaluation(record)
-        return [r for r in fresh if "step" in r]
+        # After a rewrite the steps that stayed are read again; their times tell them from new ones.
+        fresh = [r for r in records if float(r.get("time", 0)) > self._newest]
+        self._newest = max([self._newest, *(float(r.get("time", 0)) for r in fresh)])
+        return fresh
 
-    @property
-    def last(self) -> Record:
-        return self.steps[max(self.steps)] if self.steps else {}
+    def since_opened(self, lines: list[Record]) -> list[Record]:
+        """Those written after this history was opened, not by an earlier start of the run."""
+        return [line for line in lines if float(line.get("time", 0)) >= self.opened]
 
     def series(self, key: str) -> tuple[list[int], list[float]]:
         """Steps and values of a learner metric, where it was written."""
         found = [(s, float(r[key])) for s, r in sorted(self.steps.items()) if r.get(key) is not None]
         return [s for s, _ in found], [v for _, v in found]
 
-    def _new(self, name: str) -> list[Record]:
-        path = self.run_dir / name
-        return self._tails.setdefault(path, Tail(path)).new()
+    def _tail(self, name: str) -> Tail:
+        return self._tails.setdefault(name, Tail(self.run_dir / name))
 
     def _take_evaluation(self, record: Record) -> None:
         version = int(record.get("version", 0))

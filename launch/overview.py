@@ -1,6 +1,7 @@
 """The numbers a person asks for about a run. Pure: what the services wrote in, plain values out."""
 
 from collections.abc import Sequence
+from itertools import pairwise
 from statistics import median
 
 from launch.history import History, Record
@@ -18,60 +19,64 @@ RECENT = 8
 """Steps or metric lines that "now" is averaged over."""
 
 
+def seconds_of(record: Record) -> float:
+    """How long a step took, from the end of the one before."""
+    return float(record.get("time/step") or sum(float(record.get(key, 0)) for key in LEARNER_TIMES))
+
+
 def step_seconds(history: History) -> list[float]:
-    """Duration of each step, from the recorded times of consecutive steps; a gap of a restart is left out."""
-    records = [history.steps[s] for s in sorted(history.steps)]
-    durations = []
-    for record in records:
-        known = [float(record[k]) for k in LEARNER_TIMES if k in record]
-        if known:
-            durations.append(sum(known))
-    return durations
+    return [seconds_of(history.steps[step]) for step in sorted(history.steps)]
 
 
 def seconds_left(history: History, total: int) -> float | None:
     """At the pace of the last steps."""
     durations = step_seconds(history)[-RECENT:]
-    if not durations:
+    if not any(durations):
         return None
     return median(durations) * max(0, total - max(history.steps))
 
 
 def learner_rate(records: Sequence[Record]) -> float | None:
-    """Tokens per second of wall-clock time over some steps."""
-    seconds = sum(float(r.get(k, 0)) for r in records for k in LEARNER_TIMES)
+    """Trained tokens per second of wall-clock time over some steps."""
+    seconds = sum(map(seconds_of, records))
     tokens = sum(float(r.get("tokens", 0)) for r in records)
     return tokens / seconds if seconds > 0 and tokens > 0 else None
 
 
 def learner_waits(records: Sequence[Record]) -> float | None:
     """Share of the learner's time spent waiting for a batch."""
-    seconds = sum(float(r.get(k, 0)) for r in records for k in LEARNER_TIMES)
+    seconds = sum(map(seconds_of, records))
     return sum(float(r.get("time/wait_batch", 0)) for r in records) / seconds if seconds > 0 else None
 
 
 def server_rate(history: History) -> float | None:
     """Tokens per second of all servers together, over their last lines."""
-    rates = [mean_of(lines[-RECENT:], "tokens_per_s") for lines in history.servers.values()]
+    recent = [history.since_opened(lines[-RECENT:]) for lines in history.servers.values()]
+    rates = [mean_of(lines, "tokens_per_s") for lines in recent]
     known = [r for r in rates if r is not None]
     return sum(known) if known else None
 
 
 def servers_wait(history: History) -> float | None:
     """Share of the servers' time spent without a lease to work on, over their last lines."""
-    shares = [waiting_share(lines[-RECENT:]) for lines in history.servers.values()]
+    shares = [waiting_share(history.since_opened(lines[-RECENT:])) for lines in history.servers.values()]
     known = [s for s in shares if s is not None]
     return sum(known) / len(known) if known else None
 
 
 def waiting_share(lines: Sequence[Record]) -> float | None:
-    """`waiting_s/leases` counts from the start of the server: its rise over the time between two lines."""
+    """`waiting_s/leases` counts from a server's start: its rises, over the time that the lines span.
+
+    Where it falls the server was started again; that pair of lines says nothing.
+    """
     known = [line for line in lines if "waiting_s/leases" in line]
-    if len(known) < 2:
-        return None
-    elapsed = float(known[-1]["time"]) - float(known[0]["time"])
-    waited = float(known[-1]["waiting_s/leases"]) - float(known[0]["waiting_s/leases"])
-    return min(1.0, max(0.0, waited / elapsed)) if elapsed > 0 else None
+    elapsed = waited = 0.0
+    for before, after in pairwise(known):
+        rise = float(after["waiting_s/leases"]) - float(before["waiting_s/leases"])
+        if rise >= 0:
+            waited += rise
+            elapsed += float(after["time"]) - float(before["time"])
+    return min(1.0, waited / elapsed) if elapsed > 0 else None
 
 
 def mean_of(lines: Sequence[Record], key: str) -> float | None:

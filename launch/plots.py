@@ -13,7 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
 from launch.history import History, Record
-from launch.overview import LEARNER_TIMES, waiting_share
+from launch.overview import LEARNER_TIMES, seconds_of, waiting_share
 
 BLUE, ORANGE, GREEN, RED, GREY = "#2563eb", "#ea7317", "#16a34a", "#dc2626", "#64748b"
 TIME_NAMES = {
@@ -22,6 +22,7 @@ TIME_NAMES = {
     "time/optimizer": ("optimizer", "#7c9cf5"),
     "time/publish": ("publish", ORANGE),
     "time/checkpoint": ("checkpoint", GREEN),
+    "other": ("other", "#e2e8f0"),
 }
 STYLE: dict[Any, Any] = {
     "figure.figsize": (9.0, 4.6),
@@ -137,7 +138,7 @@ def draw_throughput(axes: Axes, history: History) -> bool:
         )
     if timed:
         minutes = [(float(r["time"]) - start) / 60 for r in timed]
-        spent = [sum(float(r.get(k, 0)) for k in LEARNER_TIMES) for r in timed]
+        spent = [seconds_of(r) for r in timed]
         rates = [float(r["tokens"]) / s if s else 0.0 for r, s in zip(timed, spent, strict=True)]
         axes.plot(minutes, smooth(rates), color=BLUE, label="trained")
     axes.set_ylim(bottom=0)
@@ -152,13 +153,13 @@ def draw_time(axes: Axes, history: History) -> bool:
     if not steps:
         return False
     bottom = [0.0] * len(steps)
-    whole = sum(float(history.steps[s].get(k, 0)) for s in steps for k in LEARNER_TIMES)
-    for key in LEARNER_TIMES:
-        heights = [float(history.steps[s].get(key, 0)) for s in steps]
-        if not any(heights):
+    whole = sum(seconds_of(history.steps[s]) for s in steps)
+    for key, (name, color) in TIME_NAMES.items():
+        heights = [_spent(history.steps[s], key) for s in steps]
+        if sum(heights) < 0.002 * whole:
             continue
-        name, color = TIME_NAMES[key]
-        label = f"{name} {sum(heights) / whole:.0%}"
+        share = sum(heights) / whole
+        label = f"{name} {share:.0%}" if share >= 0.01 else f"{name} <1%"
         axes.bar(steps, heights, bottom=bottom, width=0.85, color=color, label=label, linewidth=0)
         bottom = [b + h for b, h in zip(bottom, heights, strict=True)]
     _finish(axes, "Where the learner's time goes", "step", "seconds")
@@ -176,6 +177,13 @@ def smooth(values: Sequence[float], window: int = 5) -> list[float]:
     half = window // 2
     parts = [values[max(0, i - half) : i + half + 1] for i in range(len(values))]
     return [sum(part) / len(part) for part in parts]
+
+
+def _spent(record: Record, key: str) -> float:
+    """Seconds of one part of a step; of `other` what the parts leave of the whole."""
+    if key in LEARNER_TIMES:
+        return float(record.get(key, 0))
+    return max(0.0, seconds_of(record) - sum(float(record.get(k, 0)) for k in LEARNER_TIMES))
 
 
 def _timed(lines: Sequence[Record], key: str) -> list[Record]:

@@ -33,7 +33,7 @@ from launch.overview import (
 
 REFRESH_S = 0.5
 BARS = "▁▂▃▄▅▆▇█"
-ALARM = re.compile(r" (WARNING|ERROR|CRITICAL) (buffer|sync|rollout|learner)\b")
+ALARM = re.compile(r" (WARNING|ERROR|CRITICAL) (rank \d+ )?(buffer|sync|rollout|learner)\b")
 """Of the services' own loggers; those of vLLM and torch are in the log files for those who look."""
 
 
@@ -91,7 +91,7 @@ class Screen:
 
     def _tell(self, fresh: list[Record], alarms: list[str]) -> None:
         phase = phase_of(self.experiment, self.history)
-        if phase != self._told_phase and not self.history.steps:
+        if phase != self._told_phase and phase != "training":
             self.say(phase)
         self._told_phase = phase
         for record in fresh:
@@ -128,9 +128,9 @@ class Alarms:
 def phase_of(e: WholeExperiment, history: History) -> str:
     if history.steps and max(history.steps) >= e.learner.steps:
         return "last evaluation" if e.eval else "finishing"
-    if history.steps:
+    if history.steps and history.since_opened([history.steps[max(history.steps)]]):
         return "training"
-    if not history.servers:
+    if not any(history.since_opened(lines) for lines in history.servers.values()):
         return "starting: the engines and the learner load the model"
     return "generating the first groups"
 
@@ -206,7 +206,7 @@ def _rows(e: WholeExperiment, history: History) -> list[tuple[str, Text]]:
     if publish is not None:
         paused = "" if pause is None else f", generation paused {pause:.2f} s of it"
         rows.append(("publish", Text(f"{publish:.2f} s{paused}")))
-    if history.buffer:
+    if history.since_opened(history.buffer[-1:]):
         rows.append(("buffer", _buffer(history.buffer[-1])))
     return [(name, text) for name, text in rows if text.plain]
 
@@ -243,7 +243,7 @@ def _waiting(servers: float | None, learner: float | None) -> Text:
 
 
 def _buffer(record: Record) -> Text:
-    keys = ("leased", "stored", "evicted", "requeued")
+    keys = ("leased", "stored", "evicted", "duplicates")
     parts = [f"{int(record[key])} {key}" for key in keys if record.get(key) is not None]
     dropped = sum(int(n) for n in dict(record.get("dropped") or {}).values())
     return Text(" · ".join(parts + ([f"{dropped} dropped"] if dropped else [])))

@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 
 from launch.history import History
-from launch.overview import LEARNER_TIMES, clock, mean_of, step_seconds
+from launch.overview import clock, mean_of, step_seconds
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,7 @@ def summarize(run_dir: Path, history: History | None = None) -> Summary:
     rates = [mean_of(lines, "tokens_per_s") for lines in history.servers.values()]
     known_rates = [r for r in rates if r is not None]
     model = run_dir / "model"
-    samples = config["buffer"]["groups_per_batch"] * config["rollout"]["group_size"] * len(records)
+    samples = sum(float(r.get("samples", 0)) for r in records)
     tokens = sum(float(r.get("tokens", 0)) for r in records)
     return Summary(
         name=config["name"],
@@ -142,7 +142,7 @@ def summarize(run_dir: Path, history: History | None = None) -> Summary:
         target=(config.get("eval") or {}).get("target"),
         reward_first=mean_of(records[:1], "reward/mean"),
         reward_last=mean_of(records[-1:], "reward/mean"),
-        samples_per_second=samples / seconds if seconds else None,
+        samples_per_second=samples / seconds if seconds and samples else None,
         learner_tokens_per_second=tokens / seconds if seconds and tokens else None,
         server_tokens_per_second=sum(known_rates) if known_rates else None,
         staleness_mean=mean_of(records, "staleness/mean"),
@@ -151,7 +151,7 @@ def summarize(run_dir: Path, history: History | None = None) -> Summary:
         pause_seconds_mean=mean_of(records, "sync/pause_seconds"),
         pause_seconds_max=max(pauses, default=None),
         evicted=int(buffer.get("evicted", 0)),
-        requeued=int(buffer.get("requeued", 0)),
+        requeued=sum(int(n) for n in dict(buffer.get("requeued") or {}).values()),
         duplicates=int(buffer.get("duplicates", 0)),
         dropped={rule: int(n) for rule, n in dict(buffer.get("dropped") or {}).items()},
         model=str(model) if (model / "config.json").exists() else None,
@@ -169,8 +169,3 @@ def read_config(run_dir: Path) -> dict[str, Any]:
     if not path.is_file():
         raise ValueError(f"{run_dir}: no config.yaml in it; expected the folder of a run (its run_dir)")
     return yaml.safe_load(path.read_text())
-
-
-def time_shares(history: History) -> dict[str, float]:
-    """Seconds of all steps by what the learner did."""
-    return {key: sum(history.series(key)[1]) for key in LEARNER_TIMES}
