@@ -15,8 +15,9 @@ from concurrent.futures import Future, wait
 from typing import Any, Protocol, TypeVar
 
 from buffer.errors import DataExhausted, Refusal
+from buffer.fields import pack, unpack
+from buffer.groups import decode_group, encode_group
 from buffer.records import Batch, Group
-from buffer.wire import decode_group, encode_group, pack, unpack
 from learner import collectives, parallel
 
 logger = logging.getLogger(__name__)

@@ -153,6 +153,7 @@ class Journal:
         """Args:
         version: Where the run starts or resumes; rows of later steps, which it will make again, are removed.
         """
+        run_dir.mkdir(parents=True, exist_ok=True)
         self._metrics = run_dir / "metrics.jsonl"
         self._samples = run_dir / "samples.jsonl"
         for path in (self._metrics, self._samples):

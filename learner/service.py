@@ -4,6 +4,7 @@ import hashlib
 import logging
 import os
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -18,7 +19,6 @@ from learner.config import LearnerExperiment
 from learner.feed import BufferLine, Command, Feed, NoBatch
 from learner.loop import Parts, StopFlag, finish, train
 from learner.metrics import Journal
-from learner.model import build_model
 from learner.optimizer import make_trainable, prepare_schedule
 from learner.publishing import Publishing, WeightSender
 from learner.reporting import Reporter
@@ -51,6 +51,7 @@ def serve(experiment: LearnerExperiment, connect: Connect, open_sender: OpenSend
     """Everything of `run` but its last resort; the two seams are the caller's."""
     stop = StopFlag()
     stop.install()
+    _quiet_megatron()
     parallel.initialize(experiment.learner.parallel, experiment.seed)
     torch.set_num_threads(_threads(experiment))
     with ExitStack() as stack:
@@ -102,6 +103,9 @@ def _assemble(
 
 
 def _build(experiment: LearnerExperiment) -> Any:
+    # Megatron is imported late: the CPU backend is in place by now.
+    from learner.model import build_model
+
     learner = experiment.learner
     dtype = getattr(torch, experiment.model.dtype)
     return build_model(experiment.model.path, learner.parallel, dtype, learner.recompute)
@@ -133,6 +137,12 @@ def _setup(experiment: LearnerExperiment) -> Setup:
         data=parallel.dp_size(),
         config_digest=hashlib.blake2b(told.encode(), digest_size=16).hexdigest(),
     )
+
+
+def _quiet_megatron() -> None:
+    """Leave Megatron's errors only: it warns of every fused kernel that a machine lacks."""
+    logging.getLogger("megatron").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", module="megatron")
 
 
 def _threads(experiment: LearnerExperiment) -> int:

@@ -1,0 +1,148 @@
+"""The learner with a scripted buffer and a sender that only remembers: a program, run by torchrun or alone.
+
+    python scripted_learner.py JOBS
+
+`JOBS` is a JSON list of runs, made one after the other in the same processes: `config`, the folder `out`, and
+`options`. `out` gets what was published last (safetensors), what the buffer was told in which order, and the
+logs. At batch `kill_at` a rank kills itself with SIGKILL, at `stop_at` with SIGTERM; `frontier` is the
+buffer's.
+"""
+
+import json
+import logging
+import math
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from buffer.experiment import load
+from buffer.records import Batch, Group, Trajectory
+from learner.config import LearnerExperiment
+
+VOCABULARY = 128
+
+
+def group(rng: np.random.Generator, name: str, version: int) -> Group:
+    prompt = rng.integers(0, VOCABULARY, rng.integers(2, 9))
+    trajectories = []
+    for index in range(4):
+        length = int(rng.integers(1, 12))
+        ids = np.concatenate([prompt, rng.integers(0, VOCABULARY, length)]).astype(np.int32)
+        mask = np.array([0] * len(prompt) + [1] * length, np.uint8)
+        if length > 4:
+            mask[len(prompt) + 2] = 0  # a tool's token inside the completion
+        noise = rng.normal(-math.log(VOCABULARY), 0.05, len(ids)).astype(np.float32)
+        trajectories.append(
+            Trajectory(
+                index=index,
+                token_ids=ids,
+                loss_mask=mask,
+                behavior_logprobs=noise * mask,
+                versions=(mask * version).astype(np.int32),
+                reward=float(rng.integers(0, 3)),
+                reward_parts={},
+                finish_reason="stop",
+                metadata={"text": name},
+            )
+        )
+    return Group(name, "lease", name, "train", tuple(trajectories))
+
+
+class ScriptedBuffer:
+    """Batch i is the same for everybody who asks, however it is sharded."""
+
+    def __init__(self, out: Path, options: dict[str, int]) -> None:
+        self._out = out
+        self._options = options
+
+    async def __aenter__(self) -> "ScriptedBuffer":
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        pass
+
+    async def batch(self, index: int, dp_rank: int, dp_size: int, timeout_s: float) -> Batch | None:
+        if index == self._options.get("kill_at"):
+            os.kill(os.getpid(), signal.SIGKILL)
+        if index == self._options.get("stop_at"):
+            os.kill(os.getpid(), signal.SIGTERM)
+            return None
+        rng = np.random.default_rng(index)
+        groups = [group(rng, f"{index}/{n}", max(0, index - n % 3)) for n in range(6)]
+        tokens = sum(g.num_tokens for g in groups)
+        return Batch(index, tuple(groups[dp_rank::dp_size]), {"groups": 6, "tokens": tokens})
+
+    async def published(self, version: int) -> None:
+        self._note("published", version)
+
+    async def committed(self, index: int) -> None:
+        self._note("committed", index)
+
+    async def finished(self, version: int) -> None:
+        self._note("finished", version)
+
+    async def status(self) -> dict[str, object]:
+        return {"frontier": self._options.get("frontier", 0), "over": True}
+
+    def _note(self, what: str, number: int) -> None:
+        with (self._out / "told.jsonl").open("a") as file:
+            file.write(json.dumps([what, number]) + "\n")
+
+
+class RememberingSender:
+    def __init__(self, out: Path) -> None:
+        self._out = out
+
+    def __enter__(self) -> "RememberingSender":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def wants_publish(self) -> bool:
+        return False
+
+    def wait_for_members(self, count: int, timeout_s: float) -> bool:
+        return True
+
+    def publish(self, version, specs, tensors):
+        from safetensors.torch import save_file
+
+        from sync.publisher import PublishReport
+
+        named = {name: tensor.detach().clone().contiguous() for name, tensor in tensors}
+        assert [s.name for s in specs] == list(named)
+        save_file(named, self._out / "published.safetensors")
+        with (self._out / "told.jsonl").open("a") as file:
+            file.write(json.dumps(["sent", version]) + "\n")
+        self._report = PublishReport(version, ["server-0"])
+        return self._report
+
+    def wait_loaded(self):
+        return self._report
+
+
+def run(job: dict[str, Any]) -> None:
+    from learner.service import serve
+
+    out = Path(job["out"])
+    out.mkdir(parents=True, exist_ok=True)
+    handler = logging.FileHandler(out / f"log-{os.environ.get('RANK', '0')}.txt")
+    logging.getLogger().addHandler(handler)
+    experiment = load(job["config"], [], LearnerExperiment)
+    serve(experiment, lambda _: ScriptedBuffer(out, job["options"]), lambda _: RememberingSender(out))
+    logging.getLogger().removeHandler(handler)
+
+
+def main() -> None:
+    logging.basicConfig(level="INFO", format="%(levelname)s %(name)s: %(message)s")
+    for job in json.loads(Path(sys.argv[1]).read_text()):
+        run(job)
+
+
+if __name__ == "__main__":
+    main()

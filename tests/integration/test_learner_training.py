@@ -1,0 +1,269 @@
+"""Real Megatron over gloo: all layouts give the same numbers, and a killed learner goes on exactly.
+
+Starting processes takes most of the time, so all runs of a world size share them (`scripted_learner.py`).
+"""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+
+pytestmark = pytest.mark.slow
+
+PROGRAM = Path(__file__).with_name("scripted_learner.py")
+STEPS = 4
+COMPARED = ("loss", "grad_norm", "rho/mean", "ess", "kl/k3", "entropy", "reward/mean", "staleness/mean")
+SEVERAL_UPDATES = {
+    "updates_per_batch": 2,
+    "algorithm": {
+        "advantage": "reinforce_plus_plus",
+        "aggregate": "sequence",
+        "entropy": 0.01,
+        "kl": {"coefficient": 0.1},
+    },
+}
+
+
+class Run:
+    """One run's folder: what it is to do, and what it did."""
+
+    def __init__(self, folder: Path, model: Path, *, options=None, dtype="float32", **learner) -> None:
+        self.folder = folder
+        self.options = options or {}
+        layout = {"tensor": 1, "pipeline": 1, "distributed_optimizer": False, **learner.pop("layout", {})}
+        checkpoint = {"every": 2, "keep": 2, "export": False, **learner.pop("checkpoint", {})}
+        self.experiment = {
+            "name": "scripted",
+            "run_dir": str(folder / "run"),
+            "model": {"path": str(model), "dtype": dtype, "max_length": 64},
+            "buffer": {"groups_per_batch": 6},
+            "rollout": {"group_size": 4},
+            "learner": {
+                "steps": STEPS,
+                "tokens_per_microbatch": 64,
+                "threads": 1,
+                "parallel": layout,
+                "optimizer": {"lr": 1e-2, "weight_decay": 0.1, "schedule": "linear", "warmup_steps": 2},
+                "checkpoint": checkpoint,
+                **learner,
+            },
+            "logging": {"tensorboard": False, "samples_every": 2},
+        }
+
+    def job(self):
+        self.folder.mkdir(parents=True, exist_ok=True)
+        config = self.folder / "config.yaml"
+        config.write_text(yaml.safe_dump(self.experiment))
+        return {"config": str(config), "out": str(self.folder / "out"), "options": self.options}
+
+    @property
+    def rows(self):
+        return [json.loads(line) for line in (self.folder / "run/metrics.jsonl").read_text().splitlines()]
+
+    @property
+    def weights(self):
+        return load_file(self.folder / "out/published.safetensors")
+
+    @property
+    def log(self):
+        return (self.folder / "out/log-0.txt").read_text()
+
+    def told(self, what):
+        lines = (self.folder / "out/told.jsonl").read_text().splitlines()
+        return [number for name, number in map(json.loads, lines) if name == what]
+
+
+def learn(ranks: int, runs: list[Run], killed: bool = False) -> None:
+    """Make the runs one after the other in one start of so many processes."""
+    jobs = runs[0].folder / f"jobs-{len(runs)}.json"
+    described = [run.job() for run in runs]
+    jobs.write_text(json.dumps(described))
+    start = [sys.executable]
+    if ranks > 1:
+        start += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    done = subprocess.run(
+        [*start, str(PROGRAM), str(jobs)],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert (done.returncode != 0) == killed, done.stdout[-6000:]
+
+
+def assert_same(got: Run, expected: Run, rel: float) -> None:
+    assert [r["step"] for r in got.rows] == [r["step"] for r in expected.rows]
+    for one, two in zip(got.rows, expected.rows, strict=True):
+        for key in COMPARED:
+            assert one[key] == pytest.approx(two[key], rel=rel, abs=rel / 10), (one["step"], key)
+    for name, tensor in expected.weights.items():
+        assert torch.allclose(got.weights[name], tensor, rtol=rel, atol=rel), name
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """A made Llama with 4 heads, 2 of them for keys and values, so that it splits in two every way."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=128,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        tie_word_embeddings=True,
+        dtype="float32",
+    )
+    path = tmp_path_factory.mktemp("model")
+    LlamaForCausalLM(config).save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def killed(model, tmp_path_factory):
+    """Runs that ended by SIGKILL: alone at batch 3, and two ranks with sharded optimizer state at batch 2."""
+    root = tmp_path_factory.mktemp("killed")
+    alone = Run(root / "alone", model, checkpoint={"every": 1}, options={"kill_at": 3})
+    shard = Run(root / "shard", model, layout={"distributed_optimizer": True}, options={"kill_at": 2})
+    learn(1, [alone], killed=True)
+    learn(2, [shard], killed=True)
+    return {"alone": alone, "shard": shard}
+
+
+def continued(run: Run, model: Path, name: str, **settings) -> Run:
+    """A copy of a killed run's folder, to be gone on with."""
+    folder = run.folder.with_name(name)
+    shutil.copytree(run.folder, folder)
+    return Run(folder, model, **settings)
+
+
+def damage(run: Run) -> str:
+    newest = run.folder / "run/checkpoints/step-000003"
+    file = max(newest.glob("*.distcp"), key=lambda f: f.stat().st_size)
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    return file.name
+
+
+@pytest.fixture(scope="module")
+def one(model, killed, tmp_path_factory):
+    """Everything that one process does."""
+    root = tmp_path_factory.mktemp("one")
+    every = {"checkpoint": {"every": 1}, "options": {"frontier": 3}}
+    bfloat16 = {"dtype": "bfloat16", "checkpoint": {"every": 3}}
+    runs = {
+        "whole": Run(root / "whole", model),
+        "resumed": continued(killed["alone"], model, "resumed", **every),
+        "damaged": continued(killed["alone"], model, "damaged", **every),
+        "unsharded": continued(killed["shard"], model, "one", layout={"distributed_optimizer": True}),
+        "stopped": Run(root / "stopped", model, options={"stop_at": 1}),
+        "several": Run(root / "several", model, **SEVERAL_UPDATES),
+        "bfloat16": Run(root / "bfloat16", model, dtype="bfloat16"),
+        "bfloat16-cut": Run(root / "bfloat16-cut", model, options={"stop_at": 3}, **bfloat16),
+    }
+    runs["damaged"].damaged_file = damage(runs["damaged"])
+    again = [Run(root / "stopped", model), Run(root / "bfloat16-cut", model, **bfloat16)]
+    learn(1, list(runs.values()))
+    shutil.copytree(root / "stopped", root / "stopped-first")
+    runs["stopped-first"] = Run(root / "stopped-first", model)
+    learn(1, again)
+    return runs
+
+
+@pytest.fixture(scope="module")
+def two(model, killed, tmp_path_factory):
+    """Everything that two processes do."""
+    root = tmp_path_factory.mktemp("two")
+    sharded = {"distributed_optimizer": True}
+    runs = {
+        "data": Run(root / "data", model),
+        "shard": Run(root / "shard", model, layout=sharded),
+        "tensor": Run(root / "tensor", model, layout={"tensor": 2}),
+        "pipeline": Run(root / "pipeline", model, layout={"pipeline": 2}),
+        "several-data": Run(root / "several-data", model, **SEVERAL_UPDATES),
+        "several-pipeline": Run(root / "several-pp", model, layout={"pipeline": 2}, **SEVERAL_UPDATES),
+        "resumed": continued(killed["shard"], model, "two", layout=sharded),
+        "resumed-tensor": continued(killed["shard"], model, "tensor", layout={**sharded, "tensor": 2}),
+    }
+    learn(2, list(runs.values()))
+    return runs
+
+
+def test_a_run_reports_publishes_and_confirms_every_version(one):
+    run = one["whole"]
+    rows = run.rows
+    assert [r["step"] for r in rows] == [1, 2, 3, 4]
+    assert run.told("sent") == [0, 1, 2, 3, 4]
+    assert run.told("published") == [0, 1, 2, 3, 4]
+    assert run.told("committed") == [0, 0, 2], "kept is what a resume may need"
+    assert run.told("finished") == [4]
+    assert all(0 < r["ess"] <= 1 for r in rows)
+    assert rows[-1]["staleness/histogram"] == [8, 8, 8]
+    assert rows[0]["samples"] == 24
+    assert len((run.folder / "run/samples.jsonl").read_text().splitlines()) == 3 * 4
+    assert len({r["loss"] for r in rows}) == STEPS
+
+
+@pytest.mark.parametrize("layout", ["data", "shard", "tensor", "pipeline"])
+def test_every_layout_gives_the_same_numbers(layout, one, two):
+    assert_same(two[layout], one["whole"], rel=1e-3)
+
+
+def test_tensor_and_pipeline_together_give_the_same_numbers(one, model, tmp_path):
+    run = Run(tmp_path, model, layout={"tensor": 2, "pipeline": 2})
+    learn(4, [run])
+    assert_same(run, one["whole"], rel=1e-3)
+
+
+def test_a_killed_learner_goes_on_exactly(one, killed):
+    assert [r["step"] for r in killed["alone"].rows] == [1, 2, 3]
+    assert_same(one["resumed"], one["whole"], rel=0)
+    assert "resumed from" in one["resumed"].log
+    assert one["resumed"].told("sent") == [0, 1, 2, 3, 3, 4]
+
+
+def test_a_damaged_checkpoint_is_told_and_the_one_before_it_used(one):
+    run = one["damaged"]
+    assert "DAMAGED CHECKPOINT" in run.log
+    assert run.damaged_file in run.log
+    assert_same(run, one["whole"], rel=0)
+    assert run.told("sent") == [0, 1, 2, 3, 3, 4], (
+        "batch 2 is repeated, version 3 is the frontier"
+    )
+
+
+def test_sharded_optimizer_state_resumes_exactly_and_under_other_layouts(one, two):
+    assert_same(two["resumed"], two["shard"], rel=0)
+    assert_same(two["resumed-tensor"], one["whole"], rel=1e-3)
+    assert_same(one["unsharded"], one["whole"], rel=1e-3)
+
+
+def test_sigterm_ends_with_a_checkpoint_and_says_how_to_go_on(one):
+    first = one["stopped-first"]
+    assert "stopped after step 1: the same command goes on from there" in first.log
+    assert [r["step"] for r in first.rows] == [1]
+    assert_same(one["stopped"], one["whole"], rel=0)
+
+
+def test_two_updates_and_a_reference_give_the_same_numbers_in_every_layout(one, two):
+    assert one["several"].rows[-1]["kl/reference"] > 0
+    assert_same(two["several-data"], one["several"], rel=1e-3)
+    assert_same(two["several-pipeline"], one["several"], rel=1e-3)
+
+
+def test_bfloat16_trains_with_float32_masters_and_resumes_exactly(one):
+    assert one["bfloat16"].weights["model.embed_tokens.weight"].dtype == torch.bfloat16
+    assert_same(one["bfloat16-cut"], one["bfloat16"], rel=0)
