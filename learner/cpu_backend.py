@@ -1,7 +1,7 @@
-"""Megatron on a machine without CUDA: the places in megatron-core 0.16.1 that assume CUDA, and what each becomes.
+"""Megatron on a machine without CUDA: where megatron-core 0.16.1 assumes CUDA, and what each place becomes.
 
-`apply` is called once, before any model is built, by `learner.parallel.initialize`, and only where torch has no
-CUDA. Every place was found by removing its entry and seeing training fail; a place that moved in another
+`apply` is called once, before any model is built, by `learner.parallel.initialize`, and only where torch has
+no CUDA. Every place was found by removing its entry and seeing training fail; a place that moved in another
 megatron-core ends the start with its name, instead of a wrong number later.
 """
 
@@ -24,11 +24,15 @@ LITERALS = {
 
 LITERAL_PLACES: dict[str, str] = {
     "pipeline_parallel.schedules:forward_backward_no_pipelining": "counts tokens on device cuda",
-    "pipeline_parallel.schedules:forward_backward_pipelining_without_interleaving": "counts tokens on device cuda",
+    "pipeline_parallel.schedules:forward_backward_pipelining_without_interleaving": (
+        "counts tokens on device cuda"
+    ),
     "optimizer.clip_grads:get_grad_norm_fp32": "overflow buffer and norm on device cuda",
     "optimizer.clip_grads:clip_grad_by_total_norm_fp32": "asserts that gradients are torch.cuda.FloatTensor",
     "optimizer.optimizer:MixedPrecisionOptimizer.__init__": "unit loss scale on device cuda (bfloat16)",
-    "optimizer.optimizer:Float16OptimizerWithFloat16Params.__init__": "sorts parameters by torch.cuda types (bfloat16)",
+    "optimizer.optimizer:Float16OptimizerWithFloat16Params.__init__": (
+        "sorts parameters by torch.cuda types (bfloat16)"
+    ),
     "optimizer.optimizer:FP32Optimizer.__init__": "unit loss scale on device cuda (float32)",
     "optimizer.distrib_optimizer:DistributedOptimizer._build_model_and_main_param_groups": (
         "sorts parameters by torch.cuda types"
@@ -71,14 +75,14 @@ def apply() -> None:
 
 def _replace_names() -> None:
     """Names that raise "Torch not compiled with CUDA enabled"."""
-    # Some twenty sites allocate on `device=torch.cuda.current_device()`: DDP's buffers, p2p receives, rotary tables.
+    # Some twenty sites allocate on `device=torch.cuda.current_device()`: DDP's buffers, what p2p receives.
     _set(torch.cuda, "current_device", lambda: torch.device("cpu"))
-    # p2p_communication waits for its batched sends; dist_checkpointing before it reads tensors. CPU ops are done
-    # when they return.
+    # p2p_communication waits for its batched sends; dist_checkpointing before it reads tensors. CPU
+    # operations are done when they return.
     _set(torch.cuda, "synchronize", lambda *_args, **_kwargs: None)
     # language_module moves the tied embedding before its all-reduce; the optimizer moves what it reloads.
     _set(torch.Tensor, "cuda", lambda tensor, *_args, **_kwargs: tensor)
-    # tensor_parallel.random keeps one generator state per name and swaps it in; here it is the CPU generator's.
+    # tensor_parallel.random keeps a generator state per name and swaps it in; here it is the CPU generator's.
     _set(torch.cuda, "get_rng_state", lambda *_args, **_kwargs: torch.get_rng_state())
     _set(torch.cuda, "manual_seed", torch.manual_seed)
     random = importlib.import_module("megatron.core.tensor_parallel.random")
@@ -111,12 +115,10 @@ def rewrite_literals(place: str) -> None:
     target = getattr(target, "__wrapped__", target)
     code = getattr(target, "__code__", None)
     if code is None:
-        raise MovedPlaceError(f"the CPU backend rewrites megatron.core.{place}, which is not there any more")
+        raise MovedPlaceError(f"the CPU backend rewrites megatron.core.{place}, which is not there")
     swapped = _swap(code)
     if swapped.co_consts == code.co_consts:
-        raise MovedPlaceError(
-            f"megatron.core.{place} holds no CUDA literal any more; drop it from the CPU backend"
-        )
+        raise MovedPlaceError(f"the CPU backend rewrites megatron.core.{place}, which has no CUDA literal")
     target.__code__ = swapped
 
 

@@ -1,7 +1,7 @@
 """Which Hugging Face architectures the learner trains, and what each one's config means to Megatron.
 
-A `Family` is read from config.json alone; nothing here loads weights. What is not supported is refused in one line,
-never approximated.
+A `Family` is read from config.json alone; nothing here loads weights. What is not supported is refused in one
+line, never approximated.
 """
 
 import json
@@ -26,7 +26,7 @@ ARCHITECTURES = {
 
 @dataclass(frozen=True, slots=True)
 class Rope:
-    """Rotary embedding: inverse frequencies are theta^(-2i/d), stretched for long contexts as Llama 3 does."""
+    """Rotary embedding: frequencies theta^(-2i/d), stretched for long contexts as Llama 3 does."""
 
     theta: float
     llama3: tuple[float, float, float, int] | None = None
@@ -40,7 +40,7 @@ class Rope:
             return frequencies
         factor, low, high, original = self.llama3
         wavelengths = 2 * math.pi / frequencies
-        # 0 where waves are longer than original/low (fully stretched), 1 where shorter than original/high (kept).
+        # 0 where waves are longer than original/low: stretched; 1 where shorter than original/high: kept.
         kept = ((original / wavelengths - low) / (high - low)).clamp(0, 1)
         return (1 - kept) * frequencies / factor + kept * frequencies
 
@@ -91,7 +91,7 @@ class Family:
         if self.layers % parallel.pipeline:
             fitting = [n for n in range(1, self.layers + 1) if self.layers % n == 0]
             raise ValueError(
-                f"learner.parallel.pipeline={parallel.pipeline} does not divide the model's {self.layers} layers; "
+                f"learner.parallel.pipeline={parallel.pipeline} does not divide the {self.layers} layers; "
                 f"use one of {', '.join(map(str, fitting))}"
             )
 

@@ -12,7 +12,7 @@ _applied = False
 
 
 def apply() -> None:
-    """Mend loading of the distributed optimizer. Does nothing the second time, or where a fused Adam is used."""
+    """Mend loading of the distributed optimizer. Does nothing the second time, or with a fused Adam."""
     from megatron.core.optimizer import distrib_optimizer
 
     global _applied
@@ -27,8 +27,8 @@ def apply() -> None:
 def prepare(optimizer: Any) -> None:
     """Give a never-stepped distributed optimizer its moments, so that they can be described and loaded.
 
-    Megatron makes them by a step with zero gradients. That step would also decay the weights, so it is made at
-    learning rate 0; and it counts as a step, so call this only on an optimizer that is about to be loaded.
+    Megatron makes them by a step with zero gradients. That step would also decay the weights, so it is made
+    at learning rate 0; and it counts as a step, so call this only on an optimizer that is about to be loaded.
     """
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
@@ -44,8 +44,8 @@ def prepare(optimizer: Any) -> None:
 
 
 def _mend_parameter_state(optimizer_class: Any) -> None:
-    """Copying a parameter's state asks the checkpoint for `step`, which it does not hold there (KeyError), and in
-    one sharding writes to a leaf that requires gradients (RuntimeError)."""
+    """Copying a parameter's state asks the checkpoint for `step`, which it does not hold there (KeyError),
+    and in one sharding writes to a leaf that requires gradients (RuntimeError)."""
 
     @torch.no_grad()
     def set_states(self: Any, model_param: torch.nn.Parameter, tensors: dict[str, torch.Tensor]) -> None:

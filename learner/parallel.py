@@ -8,9 +8,13 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state, tensor_parallel
+from torch._C._distributed_c10d import HashStore
 
 from learner import cpu_backend
 from learner.config import ParallelConfig
+
+_export_group: dist.ProcessGroup | None = None
 
 
 def initialize(parallel: ParallelConfig, seed: int = 1, timeout_s: float = 1800.0) -> None:
@@ -24,6 +28,7 @@ def initialize(parallel: ParallelConfig, seed: int = 1, timeout_s: float = 1800.
     Raises:
         ValueError: The world size is not a multiple of tensor · pipeline.
     """
+    global _export_group
     world = int(os.environ.get("WORLD_SIZE", "1"))
     cells = parallel.tensor * parallel.pipeline
     if world % cells:
@@ -35,14 +40,13 @@ def initialize(parallel: ParallelConfig, seed: int = 1, timeout_s: float = 1800.
         cpu_backend.apply()
     if not dist.is_initialized():
         _join_world(timeout_s)
-    # megatron.core is imported late: the CPU backend must be in place before its modules bind names.
-    from megatron.core import parallel_state, tensor_parallel
-
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=parallel.tensor,
         pipeline_model_parallel_size=parallel.pipeline,
         distributed_timeout_minutes=max(1, round(timeout_s / 60)),
     )
+    group = dist.new_group(first_copy())
+    _export_group = group if isinstance(group, dist.ProcessGroup) else None
     torch.manual_seed(seed)
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
 
@@ -58,13 +62,13 @@ def _join_world(timeout_s: float) -> None:
     if "RANK" in os.environ:
         dist.init_process_group(backend, timeout=timeout)
     else:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
 
 
 def shutdown() -> None:
     """Leave the groups. Safe to call twice."""
-    from megatron.core import parallel_state
-
+    global _export_group
+    _export_group = None
     if dist.is_initialized():
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()
@@ -97,65 +101,45 @@ def is_last_stage() -> bool:
 
 
 def dp_rank() -> int:
-    from megatron.core import parallel_state
-
     return parallel_state.get_data_parallel_rank()
 
 
 def dp_size() -> int:
-    from megatron.core import parallel_state
-
     return parallel_state.get_data_parallel_world_size()
 
 
 def tp_rank() -> int:
-    from megatron.core import parallel_state
-
     return parallel_state.get_tensor_model_parallel_rank()
 
 
 def tp_size() -> int:
-    from megatron.core import parallel_state
-
     return parallel_state.get_tensor_model_parallel_world_size()
 
 
 def pp_rank() -> int:
-    from megatron.core import parallel_state
-
     return parallel_state.get_pipeline_model_parallel_rank()
 
 
 def pp_size() -> int:
-    from megatron.core import parallel_state
-
     return parallel_state.get_pipeline_model_parallel_world_size()
 
 
 def data_parallel_group() -> dist.ProcessGroup:
     """The processes that hold the same shard of the model."""
-    from megatron.core import parallel_state
-
-    return parallel_state.get_data_parallel_group()
+    return _only(parallel_state.get_data_parallel_group())
 
 
 def tensor_parallel_group() -> dist.ProcessGroup:
-    from megatron.core import parallel_state
-
-    return parallel_state.get_tensor_model_parallel_group()
+    return _only(parallel_state.get_tensor_model_parallel_group())
 
 
 def pipeline_group() -> dist.ProcessGroup:
-    from megatron.core import parallel_state
-
-    return parallel_state.get_pipeline_model_parallel_group()
+    return _only(parallel_state.get_pipeline_model_parallel_group())
 
 
 def model_parallel_group() -> dist.ProcessGroup:
     """The processes that together hold one copy of the model; all of them need the same batch shard."""
-    from megatron.core import parallel_state
-
-    return parallel_state.get_model_parallel_group()
+    return _only(parallel_state.get_model_parallel_group())
 
 
 def model_parallel_source() -> int:
@@ -163,8 +147,24 @@ def model_parallel_source() -> int:
     return min(dist.get_process_group_ranks(model_parallel_group()))
 
 
-def last_stage_source() -> int:
-    """Global rank of the last stage in this process's pipeline: who has the losses to tell the other stages."""
-    from megatron.core import parallel_state
+def first_copy() -> list[int]:
+    """Global ranks that hold the first copy of the model: stage by stage, in each by tensor rank."""
+    stride = dist.get_world_size() // pp_size()
+    return [stage * stride + rank for stage in range(pp_size()) for rank in range(tp_size())]
 
+
+def export_group() -> dist.ProcessGroup:
+    """The first copy's processes, in a group that training never uses: weights reach rank 0 through it."""
+    assert _export_group is not None, "initialize first"
+    return _export_group
+
+
+def _only(group: object) -> dist.ProcessGroup:
+    """Narrow what Megatron and torch declare loosely."""
+    assert isinstance(group, dist.ProcessGroup)
+    return group
+
+
+def last_stage_source() -> int:
+    """Global rank of the last stage in this process's pipeline: it has the losses to tell the others."""
     return parallel_state.get_pipeline_model_parallel_last_rank()

@@ -1,0 +1,118 @@
+"""The policy: Megatron's GPTModel over packed segments, whose output is logprobs of the trained tokens.
+
+`build_model` makes it from a Hugging Face folder; a second call makes another, such as a frozen reference.
+Shapes: S tokens of the micro-batch, N targets, h hidden size.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from learner import convert, families, parallel
+from learner.attention import SegmentLike, pack_segments
+from learner.config import ParallelConfig
+from learner.families import Family
+from learner.layers import block_spec, compute_dtype
+from learner.vocabulary import VocabShard, target_logprobs
+
+
+class Packed(Protocol):
+    """What the model needs of `learner.packing.MicroBatch`."""
+
+    @property
+    def token_ids(self) -> Tensor: ...
+    @property
+    def position_ids(self) -> Tensor: ...
+    @property
+    def segments(self) -> Sequence[SegmentLike]: ...
+    @property
+    def target_positions(self) -> Tensor: ...
+    @property
+    def target_ids(self) -> Tensor: ...
+
+
+class PolicyModel(GPTModel):
+    """This process's pipeline stage and tensor shard of the policy."""
+
+    def __init__(self, family: Family, config: TransformerConfig) -> None:
+        self.family = family
+        self.compute_dtype = compute_dtype(config.params_dtype)
+        super().__init__(
+            config,
+            block_spec(family.layers // parallel.pp_size(), family.qk_norm),  # pyright: ignore[reportArgumentType]
+            vocab_size=family.padded_vocab(parallel.tp_size()),
+            max_sequence_length=family.max_positions,
+            pre_process=parallel.is_first_stage(),
+            post_process=parallel.is_last_stage(),
+            share_embeddings_and_output_weights=family.tied,
+            # The core attention rotates by explicit position: positions restart behind a shared prompt.
+            position_embedding_type="none",
+        )
+
+    def forward(self, batch: Packed, temperature: float = 1.0) -> tuple[Tensor, Tensor] | Tensor:
+        """Run this stage.
+
+        Args:
+            batch: The micro-batch; every stage is given the whole of it.
+            temperature: Divides the logits; the one the tokens were sampled at.
+
+        Returns:
+            On the last stage logprobs and entropy at the targets, float32 [N] each; before it hidden states
+            [S, 1, h].
+        """
+        hidden = None
+        if self.pre_process:
+            hidden = self.embedding(input_ids=batch.token_ids, position_ids=batch.position_ids)
+            hidden = hidden.to(self.compute_dtype)
+        family = self.family
+        packed = pack_segments(
+            batch.segments, batch.position_ids, family.rope, family.head_dim, self.compute_dtype
+        )
+        hidden = self.decoder(hidden_states=hidden, attention_mask=None, packed_seq_params=packed)
+        if not self.post_process:
+            return hidden
+        predicting = hidden[:, 0].index_select(0, batch.target_positions)
+        return target_logprobs(
+            predicting, self.output_weight(), batch.target_ids, self._vocab_shard(), temperature
+        )
+
+    def output_weight(self) -> Tensor:
+        """The output layer's rows on this rank, on the last stage: the embedding's own when they are tied."""
+        weight = self.shared_embedding_or_output_weight() if self.family.tied else self.output_layer.weight
+        assert weight is not None
+        return weight
+
+    def _vocab_shard(self) -> VocabShard:
+        size = parallel.tp_size()
+        rows = self.family.padded_vocab(size) // size
+        start = rows * parallel.tp_rank()
+        real = max(0, min(rows, self.family.vocab - start))
+        return VocabShard(start, real, parallel.tensor_parallel_group() if size > 1 else None)
+
+
+def build_model(
+    hf_path: str | Path, layout: ParallelConfig, dtype: torch.dtype, recompute: bool = False
+) -> PolicyModel:
+    """Make the policy from a Hugging Face folder, each process reading its own shard. Collective.
+
+    Args:
+        hf_path: config.json and safetensors.
+        layout: As given to `parallel.initialize`.
+        dtype: Of the parameters.
+        recompute: Compute activations again in the backward pass instead of keeping them.
+
+    Raises:
+        ValueError: The architecture is not supported, the layout does not divide it, or weights do not fit.
+    """
+    family = families.read(hf_path)
+    family.check_layout(layout)
+    config = family.transformer_config(layout, dtype, recompute)
+    config.pipeline_dtype = compute_dtype(dtype)
+    model = PolicyModel(family, config)
+    convert.load_hf(model, hf_path)
+    return model

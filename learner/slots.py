@@ -1,0 +1,174 @@
+"""Which Hugging Face tensors make up which Megatron parameter, and how tensor parallelism cuts it.
+
+Shapes: h hidden size, f ffn size; of this rank: H query heads, G key-value heads; D head size.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from learner.families import Family
+from learner.safetensors_folder import SafetensorsFolder
+
+ALL = slice(None)
+
+
+class Whole(NamedTuple):
+    """A tensor in Hugging Face's layout."""
+
+    name: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """One Megatron parameter. This class is the uncut kind, the same on every tensor rank."""
+
+    parameter: str
+    """Its name in the stage that holds it."""
+    stage: int
+    whole: tuple[Whole, ...]
+    tensor: int
+    """Tensor-parallel size."""
+    groups: int = 1
+    """Into how many equal groups of rows a shard's parts are dealt, group by group; 1: part by part."""
+
+    @property
+    def is_split(self) -> bool:
+        return False
+
+    @property
+    def shard_shape(self) -> tuple[int, ...]:
+        return self.whole[0].shape
+
+    def read(self, folder: SafetensorsFolder, rank: int) -> Tensor:
+        """The shard of one tensor rank."""
+        return folder.read(self.whole[0].name, ALL)
+
+    def join(self, shards: list[Tensor]) -> list[Tensor]:
+        """The whole tensors, from every rank's shard."""
+        return [shards[0]]
+
+
+class RowSlot(Slot):
+    """[out, in] cut along in: output and down projections."""
+
+    @property
+    def is_split(self) -> bool:
+        return self.tensor > 1
+
+    @property
+    def shard_shape(self) -> tuple[int, ...]:
+        rows, columns = self.whole[0].shape
+        return rows, columns // self.tensor
+
+    def read(self, folder: SafetensorsFolder, rank: int) -> Tensor:
+        width = self.shard_shape[1]
+        return folder.read(self.whole[0].name, ALL, slice(rank * width, (rank + 1) * width))
+
+    def join(self, shards: list[Tensor]) -> list[Tensor]:
+        return [torch.cat(shards, dim=1)]
+
+
+class VocabSlot(RowSlot):
+    """[vocabulary, h] cut along the vocabulary, the last shards padded with zeros."""
+
+    @property
+    def shard_shape(self) -> tuple[int, ...]:
+        rows, columns = self.whole[0].shape
+        return -(-rows // self.tensor), columns
+
+    def read(self, folder: SafetensorsFolder, rank: int) -> Tensor:
+        vocab, height = self.whole[0].shape[0], self.shard_shape[0]
+        rows = folder.read(
+            self.whole[0].name, slice(min(rank * height, vocab), min((rank + 1) * height, vocab))
+        )
+        return F.pad(rows, (0, 0, 0, height - len(rows)))
+
+    def join(self, shards: list[Tensor]) -> list[Tensor]:
+        return [torch.cat(shards)[: self.whole[0].shape[0]]]
+
+
+class StackedSlot(RowSlot):
+    """Several [out, h] tensors, or [out] biases, each cut along out, stacked in each shard.
+
+    Gate and up lie one after another; q, k and v by key-value head: its queries, its key, its value.
+    """
+
+    @property
+    def shard_shape(self) -> tuple[int, ...]:
+        return sum(w.shape[0] for w in self.whole) // self.tensor, *self.whole[0].shape[1:]
+
+    def read(self, folder: SafetensorsFolder, rank: int) -> Tensor:
+        parts = []
+        for name, shape in self.whole:
+            height = shape[0] // self.tensor
+            parts.append(folder.read(name, slice(rank * height, (rank + 1) * height)))
+        return self.stack(parts)
+
+    def join(self, shards: list[Tensor]) -> list[Tensor]:
+        parts = zip(*(self.unstack(shard) for shard in shards), strict=True)
+        return [torch.cat(part) for part in parts]
+
+    def stack(self, parts: list[Tensor]) -> Tensor:
+        return torch.cat([part.unflatten(0, (self.groups, -1)) for part in parts], dim=1).flatten(0, 1)
+
+    def unstack(self, shard: Tensor) -> list[Tensor]:
+        rows = [shape[0] // self.tensor // self.groups for _, shape in self.whole]
+        parts = shard.unflatten(0, (self.groups, -1)).split(rows, dim=1)
+        return [part.flatten(0, 1) for part in parts]
+
+
+def slots(family: Family, tensor: int, pipeline: int) -> list[Slot]:
+    """Every parameter of the whole model, in Hugging Face's order."""
+    vocab = (family.vocab, family.hidden)
+    last = pipeline - 1
+    found: list[Slot] = [
+        VocabSlot("embedding.word_embeddings.weight", 0, (Whole("model.embed_tokens.weight", vocab),), tensor)
+    ]
+    per_stage = family.layers // pipeline
+    for layer in range(family.layers):
+        found += _layer(family, layer, layer // per_stage, f"decoder.layers.{layer % per_stage}.", tensor)
+    norm = Whole("model.norm.weight", (family.hidden,))
+    found.append(Slot("decoder.final_layernorm.weight", last, (norm,), tensor))
+    if not family.tied:
+        found.append(VocabSlot("output_layer.weight", last, (Whole("lm_head.weight", vocab),), tensor))
+    return found
+
+
+def _layer(family: Family, layer: int, stage: int, home: str, tensor: int) -> list[Slot]:
+    hidden, ffn, head = family.hidden, family.ffn, family.head_dim
+    queries, keys = family.heads * head, family.kv_heads * head
+    groups = family.kv_heads // tensor
+    source = f"model.layers.{layer}."
+
+    def whole(name: str, *shape: int) -> Whole:
+        return Whole(source + name, shape)
+
+    qkv = (("q_proj", queries), ("k_proj", keys), ("v_proj", keys))
+    weights = tuple(whole(f"self_attn.{name}.weight", rows, hidden) for name, rows in qkv)
+    home_qkv = home + "self_attention.linear_qkv."
+    found: list[Slot] = [StackedSlot(home_qkv + "weight", stage, weights, tensor, groups)]
+    if family.qkv_bias:
+        biases = tuple(whole(f"self_attn.{name}.bias", rows) for name, rows in qkv)
+        found.append(StackedSlot(home_qkv + "bias", stage, biases, tensor, groups))
+    output = whole("self_attn.o_proj.weight", hidden, queries)
+    found.append(RowSlot(home + "self_attention.linear_proj.weight", stage, (output,), tensor))
+    if family.qk_norm:
+        for name in ("q", "k"):
+            norm = whole(f"self_attn.{name}_norm.weight", head)
+            found.append(Slot(home + f"self_attention.{name}_layernorm.weight", stage, (norm,), tensor))
+    gate_up = tuple(whole(f"mlp.{name}_proj.weight", ffn, hidden) for name in ("gate", "up"))
+    down = whole("mlp.down_proj.weight", hidden, ffn)
+    before = whole("input_layernorm.weight", hidden)
+    between = whole("post_attention_layernorm.weight", hidden)
+    return [
+        *found,
+        StackedSlot(home + "mlp.linear_fc1.weight", stage, gate_up, tensor),
+        RowSlot(home + "mlp.linear_fc2.weight", stage, (down,), tensor),
+        Slot(home + "input_layernorm.weight", stage, (before,), tensor),
+        Slot(home + "pre_mlp_layernorm.weight", stage, (between,), tensor),
+    ]
