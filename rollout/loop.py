@@ -103,13 +103,16 @@ class RolloutLoop:
         finally:
             self._meters.group_ended()
             self._delivering.discard(lease.lease_id)
-            self._held.pop(lease.lease_id, None)
-            self._freed.set()
+        self._let_go(lease.lease_id)  # whatever else came of it leaves the lease ours, to be handed back
 
     async def _give_up(self, lease: Lease, reason: str, detail: str, requeue: bool) -> None:
         self._meters.failures[reason] += 1
         logger.warning("gave up prompt %s: %s", lease.prompt.prompt_id, detail)
         await self._buffer.give_up(lease.lease_id, reason, requeue)
+
+    def _let_go(self, lease_id: str) -> None:
+        del self._held[lease_id]
+        self._freed.set()
 
     @contextlib.asynccontextmanager
     async def _leases_kept(self, tasks: asyncio.TaskGroup) -> AsyncIterator[None]:
@@ -119,12 +122,11 @@ class RolloutLoop:
             yield
         finally:
             renewals.cancel()
-            held = dict(self._held)
-            for task in held.values():
+            for task in self._held.values():
                 task.cancel()
-            await asyncio.gather(*held.values(), return_exceptions=True)
+            await asyncio.gather(*self._held.values(), return_exceptions=True)
             if not self._finished:
-                await self._hand_back(list(held))
+                await self._hand_back(list(self._held))
 
     async def _renew(self) -> None:
         while True:
@@ -136,6 +138,7 @@ class RolloutLoop:
                     self._meters.failures["lease_lost"] += 1
                     logger.warning("lease %s is no longer ours: its group is cancelled", lease_id)
                     self._held[lease_id].cancel()
+                    self._let_go(lease_id)
 
     async def _hand_back(self, lease_ids: list[str]) -> None:
         """Let other servers have the prompts at once; a buffer that is gone will time the leases out."""

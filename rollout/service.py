@@ -26,6 +26,9 @@ from sync.receiver import Receiver
 
 logger = logging.getLogger(__name__)
 
+RENEW_S = 5.0
+"""Between renewals; also how soon a server that is busy hears that its groups are not wanted any more."""
+
 
 def run(experiment: RolloutExperiment, name: str) -> None:
     """Serve until the run is over or a signal comes.
@@ -112,7 +115,8 @@ async def serve_with(
     metrics_path = Path(experiment.run_dir) / "metrics" / f"rollout-{name}.jsonl"
     buffer = experiment.buffer
     async with BufferClient(buffer.address, "rollout", experiment.name, name) as client:
-        loop = RolloutLoop(client, receiver, runner, rollout.max_groups, buffer.lease_timeout_s / 4, meters)
+        renew_period_s = min(RENEW_S, buffer.lease_timeout_s / 4)
+        loop = RolloutLoop(client, receiver, runner, rollout.max_groups, renew_period_s, meters)
         logger.info("rollout server %s is up: up to %d groups at a time", name, rollout.max_groups)
         await _first_of(
             asyncio.create_task(loop.run()),

@@ -53,10 +53,11 @@ class VLLMEngine:
         """Blocks the event loop while vLLM starts: nothing else of the server runs yet."""
         _set_environment(self._config)
         self._guard = start_guard()
-        from vllm.config import WeightTransferConfig
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.platforms import current_platform
         from vllm.v1.engine.async_llm import AsyncLLM
+
+        from sync.vllm_sink import VllmSink, engine_options
 
         on_cpu = current_platform.is_cpu()
         args = AsyncEngineArgs(
@@ -70,10 +71,10 @@ class VLLMEngine:
             enforce_eager=self._config.enforce_eager,
             enable_prefix_caching=True,
             logprobs_mode="processed_logprobs",
-            weight_transfer_config=WeightTransferConfig(backend="slipstream"),
             kv_cache_memory_bytes=int(self._config.kv_cache_gib * 2**30) if on_cpu else None,
             gpu_memory_utilization=self._config.gpu_memory_utilization,
             disable_log_stats=True,
+            **engine_options(),
         )
         try:
             self.llm = AsyncLLM.from_engine_args(args)
@@ -81,9 +82,7 @@ class VLLMEngine:
             raise EngineFailed(
                 f"vLLM does not start with {self._model.path}: {_first_line(error)}"
             ) from error
-        from sync.vllm_sink import VLLMSink
-
-        self._sink = VLLMSink(self.llm)
+        self._sink = VllmSink(self.llm)
 
     async def generate(self, request: Request) -> Completion:
         from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError

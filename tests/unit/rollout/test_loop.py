@@ -1,0 +1,340 @@
+"""The loop over an in-memory buffer and a scripted engine."""
+
+import asyncio
+import json
+import logging
+from contextlib import suppress
+
+import numpy as np
+import pytest
+
+from buffer.config import BufferConfig
+from buffer.memory import MemoryBuffer
+from rollout.engine import CompletionFailed, EngineFailed
+from rollout.groups import GroupRunner, SamplingPlan
+from rollout.loop import RolloutLoop
+from rollout.metrics import Meters
+from rollout.rendering import PromptRefused
+from rollout.reward_pool import Score
+from rollout.scripted import ScriptedEngine, plain_completion
+
+ROWS = [{"prompt": f"p{i}", "answer": str(i)} for i in range(4)]
+PLANS = {"train": SamplingPlan(3, 1.0, 8), "eval": SamplingPlan(2, 0.25, 5)}
+
+
+class Words:
+    """Renders `p3` as [1, 3]; refuses a row that says so."""
+
+    def render(self, row, max_tokens):
+        if row.get("refuse"):
+            raise PromptRefused(row["refuse"], "as the row says")
+        return [1, int(row["prompt"][1:])]
+
+
+class Rewards:
+    """Scores the text's number, or raises."""
+
+    def __init__(self, fault=None):
+        self.fault = fault
+
+    async def score(self, text, row):
+        if self.fault:
+            raise self.fault
+        return Score(float(text), {"reward": float(text)})
+
+
+class Weights:
+    def __init__(self, version=0):
+        self.version = version
+        self.arrived = asyncio.Event()
+        if version is not None:
+            self.arrived.set()
+
+    async def wait_first_version(self):
+        await self.arrived.wait()
+
+
+class Bench:
+    """Everything around one loop; `async with` runs it until the block ends."""
+
+    def __init__(self, engine, rows=ROWS, weights=None, rewards=None, max_groups=4, renew_s=30.0, **buffer):
+        settings = {"groups_per_batch": 2, "max_staleness": 3} | buffer.pop("config", {})
+        self.buffer = MemoryBuffer(rows, BufferConfig(**settings), **buffer)
+        self.engine, self.weights, self.meters = engine, weights or Weights(), Meters("s")
+        self.runner = GroupRunner(
+            engine, Words(), rewards or Rewards(), lambda: self.weights.version, PLANS, 5.0, self.meters
+        )
+        self.loop = RolloutLoop(self.buffer, self.weights, self.runner, max_groups, renew_s, self.meters)
+
+    async def __aenter__(self):
+        await self.engine.start()
+        await self.buffer.published(0)
+        self.task = asyncio.create_task(self.loop.run())
+        return self
+
+    async def __aexit__(self, *exc):
+        self.task.cancel()
+        with suppress(asyncio.CancelledError):
+            await self.task
+
+    async def until(self, condition):
+        async with asyncio.timeout(5):
+            while not condition(await self.buffer.status()):
+                assert not self.task.done(), self.task.result()
+                await asyncio.sleep(0.005)
+
+
+async def first_batch(bench):
+    batch = await bench.buffer.batch(0, 0, 1, timeout_s=5)
+    assert batch is not None
+    return batch
+
+
+def test_a_group_holds_what_the_engine_sampled_and_what_it_earned():
+    async def go():
+        engine = ScriptedEngine(lambda request: plain_completion(request, num_tokens=3))
+        async with Bench(engine, weights=Weights(0)) as bench:
+            return await first_batch(bench)
+
+    batch = asyncio.run(go())
+    assert [group.prompt_id for group in batch.groups] == ["0/0", "0/1"]
+    for row, group in enumerate(batch.groups):
+        assert [t.index for t in group.trajectories] == [0, 1, 2]
+        for trajectory in group.trajectories:
+            assert trajectory.token_ids.tolist() == [1, row, 10, 11, 12]
+            assert trajectory.loss_mask.tolist() == [0, 0, 1, 1, 1]
+            assert trajectory.behavior_logprobs.tolist() == [0, 0, -0.5, -0.5, -0.5]
+            assert trajectory.versions.tolist() == [0] * 5
+            assert trajectory.reward == 7.0
+            assert trajectory.finish_reason == "stop"
+            assert trajectory.metadata["text"] == "7"
+
+
+def test_requests_carry_the_plan_and_the_version_at_dispatch():
+    async def go():
+        engine = ScriptedEngine(plain_completion)
+        async with Bench(engine, weights=Weights(5)) as bench:
+            await first_batch(bench)
+        return engine.requests
+
+    requests = asyncio.run(go())
+    assert {(r.temperature, r.max_tokens, r.version) for r in requests} == {(1.0, 8, 5)}
+    assert len({r.request_id for r in requests}) == len(requests)
+
+
+def test_eval_leases_are_sampled_by_the_eval_plan():
+    async def go():
+        engine = ScriptedEngine(plain_completion)
+        rows = [{"prompt": "p9", "answer": "9"}]
+        async with Bench(engine, eval_rows=rows, max_groups=8) as bench:
+            await first_batch(bench)
+            await bench.until(lambda status: any(r.prompt_ids == [1, 9] for r in engine.requests))
+            return [r for r in engine.requests if r.prompt_ids == [1, 9]]
+
+    assert [(r.temperature, r.max_tokens) for r in asyncio.run(go())] == [(0.25, 5)] * 2
+
+
+def test_nothing_is_sampled_before_the_first_version():
+    async def go():
+        engine = ScriptedEngine(plain_completion)
+        weights = Weights(None)
+        async with Bench(engine, weights=weights) as bench:
+            await asyncio.sleep(0.1)
+            assert engine.requests == []
+            assert (await bench.buffer.status())["leased"] == 0
+            weights.version = 0
+            weights.arrived.set()
+            await first_batch(bench)
+
+    asyncio.run(go())
+
+
+def test_at_most_max_groups_are_in_hand_and_a_free_place_is_filled():
+    async def go():
+        engine = ScriptedEngine(plain_completion, delay_s=0.05)
+        most = 0
+        async with Bench(engine, max_groups=2) as bench:
+            for _ in range(40):
+                most = max(most, engine.running)
+                await asyncio.sleep(0.005)
+            return most, bench.meters.groups
+
+    most, groups = asyncio.run(go())
+    assert most == 2 * 3
+    assert groups > 2
+
+
+def one_bad_in_each_group(kind):
+    def script(request):
+        if request.request_id.endswith("/1"):
+            return CompletionFailed(kind, "on purpose")
+        return plain_completion(request)
+
+    return script
+
+
+def test_a_failed_completion_fails_its_group_which_is_tried_again_then_dropped():
+    async def go():
+        engine = ScriptedEngine(one_bad_in_each_group("nonfinite_logprob"))
+        async with Bench(engine, rows=ROWS[:1], epochs=1) as bench:
+            await bench.until(lambda status: bench.meters.failures["nonfinite_logprob"] == 4)
+            await asyncio.sleep(0.05)
+            return bench.meters, await bench.buffer.status()
+
+    meters, status = asyncio.run(go())
+    assert meters.failures == {"nonfinite_logprob": 4}
+    assert meters.groups == status["stored"] == status["leased"] == 0
+
+
+def test_the_other_completions_of_a_failed_group_are_cancelled():
+    def script(request):
+        return CompletionFailed("engine", "at once")
+
+    class OneIsFast(ScriptedEngine):
+        async def generate(self, request):
+            self._delay_s = 0.0 if request.request_id.endswith("/0") else 60.0
+            return await super().generate(request)
+
+    async def go():
+        engine = OneIsFast(script)
+        async with Bench(engine, rows=ROWS[:1], epochs=1) as bench:
+            await bench.until(lambda status: bench.meters.failures["engine"] == 4)
+            return engine.cancelled, engine.running
+
+    assert asyncio.run(go()) == (2 * 4, 0)
+
+
+def test_a_failed_reward_is_no_reward():
+    async def go():
+        rewards = Rewards(CompletionFailed("reward_timeout", "slow"))
+        async with Bench(ScriptedEngine(plain_completion), rewards=rewards, rows=ROWS[:1], epochs=1) as bench:
+            await bench.until(lambda status: bench.meters.failures["reward_timeout"] == 4)
+            return bench.meters.line(), await bench.buffer.status()
+
+    line, status = asyncio.run(go())
+    assert status["stored"] == 0
+    assert line["reward_timeouts"] == line["failed/reward_timeout"] == 4
+
+
+@pytest.mark.parametrize("rule", ["too_long", "bad_row"])
+def test_a_refused_prompt_is_dropped_at_the_first_try(rule):
+    async def go():
+        rows = [{"prompt": "p0", "refuse": rule}, *ROWS[1:3]]
+        engine = ScriptedEngine(plain_completion)
+        async with Bench(engine, rows=rows, epochs=1) as bench:
+            batch = await first_batch(bench)
+            return batch, bench.meters.failures, engine.requests
+
+    batch, failures, requests = asyncio.run(go())
+    assert failures == {rule: 1}
+    assert {group.prompt_id for group in batch.groups} == {"0/1", "0/2"}
+    assert len(requests) == 6
+
+
+def test_a_group_that_takes_too_long_is_given_up():
+    async def go():
+        engine = ScriptedEngine(plain_completion, delay_s=60)
+        bench = Bench(engine, rows=ROWS[:1], epochs=1)
+        bench.runner._timeout_s = 0.05
+        async with bench:
+            await bench.until(lambda status: bench.meters.failures["group_timeout"] == 2)
+            return engine.cancelled
+
+    assert asyncio.run(go()) >= 6
+
+
+def test_leases_are_renewed_while_their_groups_are_made():
+    async def go():
+        engine = ScriptedEngine(plain_completion, delay_s=1.0)
+        config = {"lease_timeout_s": 0.4}
+        async with Bench(engine, rows=ROWS[:2], epochs=1, renew_s=0.1, config=config) as bench:
+            batch = await first_batch(bench)
+            return batch, bench.meters.failures, len(engine.requests)
+
+    batch, failures, num_requests = asyncio.run(go())
+    assert len(batch.groups) == 2
+    assert not failures
+    assert num_requests == 6
+
+
+def test_a_lost_lease_is_cancelled_not_given_up():
+    async def go():
+        engine = ScriptedEngine(plain_completion, delay_s=60)
+        config = {"lease_timeout_s": 0.1}
+        async with Bench(engine, rows=ROWS[:1], epochs=1, renew_s=0.3, config=config) as bench:
+            await bench.until(lambda status: bench.meters.failures["lease_lost"] >= 1)
+            await bench.until(lambda status: engine.cancelled >= 3)
+            return bench.meters.failures, await bench.buffer.status()
+
+    failures, status = asyncio.run(go())
+    assert set(failures) == {"lease_lost"}
+    assert not [name for name in json.dumps(status).split('"') if name.startswith("failed/")]
+
+
+def test_the_end_of_the_run_ends_the_loop_and_what_is_in_hand():
+    async def go():
+        engine = ScriptedEngine(plain_completion, delay_s=0.0)
+        bench = Bench(engine, renew_s=0.05)
+        async with bench:
+            await first_batch(bench)
+            engine._delay_s = 60
+            # No place is left to ask for another lease.
+            await bench.until(lambda status: status["leased"] == 4)
+            await bench.buffer.finished(0)
+            await asyncio.wait_for(bench.task, 5)
+        return engine.running
+
+    assert asyncio.run(go()) == 0
+
+
+def test_a_stopped_server_hands_its_leases_back():
+    async def go():
+        engine = ScriptedEngine(plain_completion, delay_s=60)
+        bench = Bench(engine)
+        async with bench:
+            await bench.until(lambda status: status["leased"] == 4)
+        return engine.running, await bench.buffer.status()
+
+    running, status = asyncio.run(go())
+    assert running == status["leased"] == 0
+
+
+def test_a_dead_engine_ends_the_loop():
+    async def go():
+        bench = Bench(ScriptedEngine(lambda request: EngineFailed("the engine died")))
+        await bench.engine.start()
+        await bench.buffer.published(0)
+        try:
+            await asyncio.wait_for(bench.loop.run(), 5)
+        finally:
+            assert (await bench.buffer.status())["leased"] == 0
+
+    with pytest.raises(ExceptionGroup) as failures:
+        asyncio.run(go())
+    assert failures.group_contains(EngineFailed, match="the engine died")
+
+
+def test_versions_may_change_within_a_completion():
+    def script(request):
+        completion = plain_completion(request, num_tokens=3)
+        completion.versions[:] = [0, 0, 1]
+        return completion
+
+    async def go():
+        async with Bench(ScriptedEngine(script)) as bench:
+            return await first_batch(bench)
+
+    trajectory = asyncio.run(go()).groups[0].trajectories[0]
+    assert trajectory.versions.tolist() == [0, 0, 0, 0, 1]
+    assert trajectory.versions.dtype == np.int32
+
+
+def test_the_main_loop_fits_a_screen():
+    import inspect
+
+    assert len(inspect.getsource(RolloutLoop.run).splitlines()) <= 50
+
+
+@pytest.fixture(autouse=True)
+def _quiet(caplog):
+    caplog.set_level(logging.CRITICAL)

@@ -1,0 +1,42 @@
+import json
+
+from rollout.metrics import Meters
+
+
+class Clock:
+    def __init__(self):
+        self.now = 100.0
+
+    def __call__(self):
+        return self.now
+
+
+def test_waiting_is_booked_by_cause_and_only_with_nothing_in_hand():
+    clock = Clock()
+    meters = Meters("s", clock)
+    clock.now += 3
+    meters.wait_for("leases")
+    clock.now += 2
+    meters.group_started()
+    clock.now += 10
+    meters.group_started()
+    meters.group_ended()
+    clock.now += 10
+    meters.group_ended()
+    clock.now += 1
+    line = meters.line()
+    assert line["waiting_s/weights"] == 3
+    assert line["waiting_s/leases"] == 3
+    assert line["running_groups"] == 0
+
+
+def test_the_rate_is_of_the_time_since_the_last_line():
+    clock = Clock()
+    meters = Meters("s", clock)
+    meters.tokens = 100
+    clock.now += 4
+    assert meters.line()["tokens_per_s"] == 25
+    meters.tokens += 30
+    clock.now += 1
+    assert meters.line()["tokens_per_s"] == 30
+    assert json.dumps(meters.line())

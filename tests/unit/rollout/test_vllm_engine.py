@@ -1,0 +1,73 @@
+"""The parts of the vLLM engine that need no engine."""
+
+import numpy as np
+import pytest
+from vllm.logprobs import FlatLogprobs, Logprob
+from vllm.outputs import WeightVersionSpan
+
+from rollout.engine import CompletionFailed
+from rollout.vllm_engine import sampled_logprobs, server_seed, thread_binding, token_versions
+
+
+def flat(*positions):
+    logprobs = FlatLogprobs()
+    for position in positions:
+        logprobs.append({token: Logprob(value) for token, value in position.items()})
+    return logprobs
+
+
+def test_the_sampled_tokens_logprob_is_found_by_its_id():
+    # The most probable token first, then the sampled one; and the other way round.
+    logprobs = flat({7: -0.1, 3: -2.5}, {4: -3.0, 9: -0.05}, {5: -0.7})
+    values = sampled_logprobs([3, 4, 5], logprobs)
+    assert values.dtype == np.float32
+    assert values.tolist() == pytest.approx([-2.5, -3.0, -0.7])
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("-inf"), float("inf")])
+def test_a_logprob_that_is_no_number_fails_the_completion(bad):
+    with pytest.raises(CompletionFailed) as failed:
+        sampled_logprobs([3, 4], flat({3: -1.0}, {4: bad}))
+    assert failed.value.kind == "nonfinite_logprob"
+
+
+@pytest.mark.parametrize("logprobs", [None, flat({3: -1.0}), flat({3: -1.0}, {9: -1.0})])
+def test_a_missing_logprob_fails_the_completion(logprobs):
+    with pytest.raises(CompletionFailed) as failed:
+        sampled_logprobs([3, 4], logprobs)
+    assert failed.value.kind == "engine"
+
+
+def test_spans_become_one_version_a_token():
+    spans = [WeightVersionSpan("3", 0, 2), WeightVersionSpan("5", 2, 5)]
+    versions = token_versions(5, spans)
+    assert versions.dtype == np.int32
+    assert versions.tolist() == [3, 3, 5, 5, 5]
+
+
+@pytest.mark.parametrize(
+    "spans", [None, [WeightVersionSpan("3", 0, 1)], [WeightVersionSpan("default", 0, 2)]]
+)
+def test_a_token_without_a_policy_version_fails_the_completion(spans):
+    with pytest.raises(CompletionFailed):
+        token_versions(2, spans)
+
+
+def test_servers_draw_different_noise_and_the_same_after_a_restart():
+    assert server_seed(1, "server-0") == server_seed(1, "server-0")
+    assert len({server_seed(seed, f"server-{i}") for seed in (1, 2) for i in range(8)}) == 16
+
+
+@pytest.mark.parametrize(
+    ("cores", "ranks", "allowed", "expected"),
+    [
+        (None, 1, [0, 1], "0,1"),
+        (None, 2, [0, 1, 2, 3], "0,1|2,3"),
+        (None, 2, [4, 6], "4|6"),
+        (None, 2, [3], "3|3"),
+        ("0-1", 1, [0, 1, 2], "0-1"),
+        ("nobind", 2, [0, 1, 2], "nobind"),
+    ],
+)
+def test_every_allowed_core_is_used_unless_told_otherwise(cores, ranks, allowed, expected):
+    assert thread_binding(cores, ranks, allowed) == expected
