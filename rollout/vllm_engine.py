@@ -88,7 +88,7 @@ class VLLMEngine:
         from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
         prompt = {"prompt_token_ids": request.prompt_ids, "cache_salt": str(request.version)}
-        outputs = self.llm.generate(prompt, self._sampling(request), request.request_id)
+        outputs = self.llm.generate(prompt, self.sampling_params(request), request.request_id)
         try:
             finished = [output async for output in outputs if output.finished]
         except EngineDeadError as error:
@@ -107,12 +107,12 @@ class VLLMEngine:
     async def close(self) -> None:
         if self.llm is not None:
             await asyncio.to_thread(self.llm.shutdown)
-            self.llm = None
+            self.llm = self._sink = None
         if self._guard is not None:
             await asyncio.to_thread(self._guard.communicate)  # closes the pipe; what vLLM left over is killed
             self._guard = None
 
-    def _sampling(self, request: Request) -> Any:
+    def sampling_params(self, request: Request) -> Any:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
