@@ -8,7 +8,7 @@ from typing import Literal
 from buffer.database import Database
 from buffer.errors import BatchForgotten
 from buffer.fields import MAX_INT
-from buffer.records import Group
+from buffer.groups import Delivery
 from buffer.staleness import Candidate, choose, oldest_trainable, shard
 
 
@@ -29,16 +29,17 @@ class Assembled:
         return tuple(self.sequences[p] for p in shard(self.tokens, size)[rank])
 
 
-def insert(database: Database, group: Group, turn: int, state: str) -> int:
-    """Enter a group; returns its sequence number, by which its payload is kept."""
+def insert(database: Database, delivery: Delivery, turn: int, state: str) -> None:
+    """Enter a group, with its payload when it is `stored`."""
+    group = delivery.group
     sequence = database.run(
         "INSERT INTO groups (group_id, prompt_id, turn, state, oldest_version, trajectories, tokens, "
         "trained_tokens) VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
-        *(group.group_id, group.prompt_id, turn, state, group.oldest_version),
-        *(len(group.trajectories), group.num_tokens, sum(int(t.loss_mask.sum()) for t in group.trajectories)),
+        *(group.group_id, group.prompt_id, turn, state, delivery.oldest_version),
+        *(len(group.trajectories), group.num_tokens, delivery.trained_tokens),
     ).lastrowid
-    assert sequence is not None
-    return sequence
+    if state == "stored":
+        database.run("INSERT INTO payloads VALUES (?, ?, ?)", sequence, delivery.meta, delivery.arrays)
 
 
 def evict(database: Database, index: int, max_staleness: int) -> list[str]:

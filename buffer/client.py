@@ -18,7 +18,7 @@ import zmq
 import zmq.asyncio
 from zmq.utils.monitor import recv_monitor_message
 
-from buffer import wire
+from buffer import groups, wire
 from buffer.errors import BadMessage, BufferUnreachable, Refusal
 from buffer.errors import BatchForgotten as BatchForgotten
 from buffer.errors import DataExhausted as DataExhausted
@@ -62,7 +62,7 @@ class ObservedBuffer(Protocol):
 
 @dataclass(slots=True)
 class _Pending:
-    message: list[wire.Frame]
+    message: list[groups.Frame]
     answer: "asyncio.Future[tuple[dict[str, Any], list[memoryview]]]"
 
 
@@ -163,7 +163,7 @@ class BufferClient:
         Raises:
             BadMessage: The group breaks the schema; the text names the field.
         """
-        meta, arrays = wire.encode_group(group)
+        meta, arrays = groups.encode_group(group)
         if self._max_message_bytes is None:
             hello, _ = await self._call("hello", {})
             self._max_message_bytes = integer(hello, "max_message_bytes", high=1 << 62)
@@ -236,7 +236,7 @@ class BufferClient:
         self,
         verb: str,
         fields: dict[str, Any],
-        frames: Sequence[wire.Frame] = (),
+        frames: Sequence[groups.Frame] = (),
         *,
         request_id: str | None = None,
         deadline: float | None = None,
@@ -305,13 +305,13 @@ class BufferClient:
 
 
 def _batch(reply: dict[str, Any], frames: list[memoryview]) -> Batch:
-    groups = tuple(
-        wire.decode_group(meta, arrays) for meta, arrays in zip(frames[::2], frames[1::2], strict=True)
+    taken = tuple(
+        groups.decode_group(meta, arrays) for meta, arrays in zip(frames[::2], frames[1::2], strict=True)
     )
-    if len(groups) != integer(reply, "groups"):
-        raise BadMessage(f"groups: expected {reply['groups']}, got {len(groups)}")
+    if len(taken) != integer(reply, "groups"):
+        raise BadMessage(f"groups: expected {reply['groups']}, got {len(taken)}")
     shares = mapping(reply, "shares")
-    return Batch(integer(reply, "index"), groups, {name: integer(shares, name) for name in shares})
+    return Batch(integer(reply, "index"), taken, {name: integer(shares, name) for name in shares})
 
 
 def _new_id() -> str:

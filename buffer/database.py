@@ -19,9 +19,9 @@ from buffer.errors import BufferInUse
 
 LAYOUT = 1
 """Raised by one whenever the tables change; a file of another layout is refused."""
-PAGE_SIZE = 32768
-CHECKPOINT_PAGES = 2048
-"""64 MiB of log between checkpoints: a batch's groups are then often deleted before they are copied."""
+PAGE_SIZE = 16384
+CHECKPOINT_PAGES = 16384
+"""256 MiB of log between checkpoints: a page that was written more than once since is copied only once."""
 
 TABLES = """
 CREATE TABLE IF NOT EXISTS facts (name TEXT PRIMARY KEY, value) WITHOUT ROWID;

@@ -6,7 +6,7 @@ import uuid
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-from buffer import assembly, wire
+from buffer import assembly, groups
 from buffer.config import BufferConfig
 from buffer.prompts import PromptQueue, Row
 from buffer.records import Batch, Group, Lease
@@ -45,8 +45,8 @@ class MemoryBuffer:
         return self._do(lambda: self.store.renew(list(lease_ids)))
 
     async def deliver(self, group: Group) -> bool:
-        meta, arrays = wire.encode_group(group)
-        return self._do(lambda: self.store.deliver(wire.decode_group(meta, arrays), meta, arrays))
+        meta, arrays = groups.encode_group(group)
+        return self._do(lambda: self.store.deliver(groups.decode_delivery(meta, arrays)))
 
     async def give_up(self, lease_id: str, reason: str, requeue: bool) -> None:
         self._do(lambda: self.store.give_up(lease_id, reason, requeue))
@@ -56,8 +56,8 @@ class MemoryBuffer:
         if found is None:
             return None
         frames = assembly.payloads(self.store.database.connection, found.shard(dp_rank, dp_size))
-        groups = tuple(wire.decode_group(*pair) for pair in zip(frames[::2], frames[1::2], strict=True))
-        return Batch(index, groups, found.shares)
+        delivered = tuple(groups.decode_group(*pair) for pair in zip(frames[::2], frames[1::2], strict=True))
+        return Batch(index, delivered, found.shares)
 
     async def published(self, version: int) -> None:
         self._do(lambda: self.store.published(version))

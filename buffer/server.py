@@ -1,7 +1,7 @@
 """The buffer's socket: requests in, answers out, each request its own task.
 
-The event loop only moves messages. The store has a thread (`commits.py`), reading batches has another, so
-that a thousand waiting polls and a gigabyte on its way out never hold up a renewal.
+The event loop only moves messages. The store has a thread (`commits.py`); checking groups and reading batches
+have one each, so that a thousand waiting polls and a gigabyte on its way out never hold up a renewal.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import zmq
 import zmq.asyncio
 
-from buffer import assembly, wire
+from buffer import assembly, groups, wire
 from buffer.commits import Change, Commits, happens
 from buffer.config import BufferConfig
 from buffer.database import read_only
@@ -84,6 +84,7 @@ class BufferServer:
         self._socket = _bind(self._context, config)
         self._connection = read_only(path)
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="reader")
+        self._checker = ThreadPoolExecutor(1, thread_name_prefix="checker")
 
     async def run(self) -> None:
         """Answer until cancelled; a fault of ours, or of the disk, comes out here."""
@@ -97,6 +98,7 @@ class BufferServer:
     def close(self) -> None:
         self._commits.close()
         self._reader.shutdown()
+        self._checker.shutdown()
         self._connection.close()
         self._socket.close(linger=500)
         self._context.term()
@@ -192,16 +194,14 @@ class BufferServer:
     async def _deliver(self, frames: list[memoryview]) -> dict[str, Any]:
         if len(frames) != 2:
             raise BadMessage(f"frames: expected meta and arrays behind the header, got {len(frames)} frames")
+        # Checked beside the store's thread, which has the disk to wait for.
+        loop = asyncio.get_running_loop()
         meta, arrays = frames
-
-        def keep(store: Store) -> tuple[bool, int]:
-            group = wire.decode_group(meta, arrays)
-            return store.deliver(group, meta, arrays), len(group.trajectories)
-
-        stored, trajectories = await self._commits.submit(keep)
+        delivery = await loop.run_in_executor(self._checker, groups.decode_delivery, meta, arrays)
+        stored = await self._commits.submit(lambda store: store.deliver(delivery))
         self.traffic.groups_in += stored
-        self.traffic.trajectories_in += trajectories if stored else 0
-        self.traffic.bytes_in += meta.nbytes + arrays.nbytes
+        self.traffic.trajectories_in += len(delivery.group.trajectories) if stored else 0
+        self.traffic.bytes_in += sum(f.nbytes for f in frames)
         return {"stored": stored}
 
     async def _batch(self, request: Request) -> Answer:

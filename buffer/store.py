@@ -18,14 +18,13 @@ from buffer.config import BufferConfig
 from buffer.database import Database
 from buffer.errors import BadMessage, DataExhausted, RunFinished
 from buffer.evaluations import Evaluations
+from buffer.groups import Delivery
 from buffer.ledger import Ledger
 from buffer.prompts import PromptQueue, Row, fingerprint
-from buffer.records import Group, Lease
+from buffer.records import Lease
 from buffer.staleness import Stock, admissible
 
 logger = logging.getLogger(__name__)
-
-Frame = bytes | bytearray | memoryview
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,8 +139,8 @@ class Store:
 
     # Groups
 
-    def deliver(self, group: Group, meta: Frame, arrays: Frame) -> bool:
-        """Keep a group, given as itself and as its two frames; False when there is nothing to keep it for.
+    def deliver(self, delivery: Delivery) -> bool:
+        """Keep a group; False when there is nothing to keep it for.
 
         A group whose lease ran out is welcome as long as its prompt still waits: whoever else works on it is
         told so at its next renewal.
@@ -149,6 +148,7 @@ class Store:
         Raises:
             BadMessage: The group is not of the prompt that its lease lent.
         """
+        group = delivery.group
         prompt = self.database.run(
             "SELECT kind, state, turn FROM prompts WHERE prompt_id = ?", group.prompt_id
         ).fetchone()
@@ -173,18 +173,18 @@ class Store:
         if kind == "eval":
             self.evaluations.record(group)
         else:
-            self._keep(group, turn, meta, arrays)
+            self._keep(delivery, turn)
         return True
 
-    def _keep(self, group: Group, turn: int, meta: Frame, arrays: Frame) -> None:
+    def _keep(self, delivery: Delivery, turn: int) -> None:
+        group = delivery.group
         self.database.count("delivered")
         rewards = {t.reward for t in group.trajectories}
         if self._rules.dynamic_sampling and len(rewards) == 1:
-            assembly.insert(self.database, group, turn, "dropped")
+            assembly.insert(self.database, delivery, turn, "dropped")
             self.ledger.drop(group.prompt_id, "zero_variance")
         else:
-            sequence = assembly.insert(self.database, group, turn, "stored")
-            self.database.run("INSERT INTO payloads VALUES (?, ?, ?)", sequence, meta, arrays)
+            assembly.insert(self.database, delivery, turn, "stored")
             self.ledger.move(group.prompt_id, "stored")
         self._stock_changed = True
 
