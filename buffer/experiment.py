@@ -167,7 +167,7 @@ def _explain(path: str | Path, error: Any, schema: type[BaseModel]) -> str:
     told = error["type"] == "missing" or isinstance(error["input"], dict)
     given = "" if told else f", got {error['input']!r}"
     reason = error["msg"].removeprefix("Value error, ")
-    return f"{path}: {where or schema.__name__}: {reason}{given}"
+    return f"{path}: {where}{': ' if where else ''}{reason}{given}"
 
 
 def _siblings(loc: tuple[Any, ...], schema: type[BaseModel]) -> list[str]:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import yaml
 
-from buffer.config import BufferConfig
+from buffer.config import BufferConfig, BufferExperiment
 from buffer.experiment import (
     ConfigError,
     DataConfig,
@@ -21,14 +21,14 @@ from buffer.experiment import (
     load,
 )
 from launch.demo_model import MODEL_DIR
-from learner.config import LearnerConfig
-from rollout.config import RolloutConfig
+from learner.config import LearnerConfig, LearnerExperiment
+from rollout.config import RolloutConfig, RolloutExperiment
 from sync.config import SyncConfig
 
 SERVICES = ("buffer", "rollout", "learner")
 
-GROUP_RELATIVE = ("grpo", "dr_grpo", "rloo")
-"""Advantages that compare a completion with the others of its prompt."""
+SCHEMAS = (BufferExperiment, RolloutExperiment, LearnerExperiment)
+"""What the services read: each has checks of its own, which then cannot surprise after the start."""
 
 
 class WholeExperiment(Experiment):
@@ -54,23 +54,12 @@ def _lengths(e: WholeExperiment) -> list[str]:
     ]
 
 
-def _groups(e: WholeExperiment) -> list[str]:
-    kind = e.learner.algorithm.advantage
-    if kind in GROUP_RELATIVE and e.rollout.group_size < 2:
-        return [
-            f"rollout.group_size=1 with learner.algorithm.advantage={kind}: it compares the completions "
-            "of a prompt, so it needs at least 2; or take reinforce_plus_plus"
-        ]
+def _shards(e: WholeExperiment) -> list[str]:
     ranks = e.learner.processes // (e.learner.parallel.tensor * e.learner.parallel.pipeline)
     if e.buffer.groups_per_batch < ranks:
         return [
             f"buffer.groups_per_batch={e.buffer.groups_per_batch} is fewer than the learner's {ranks} "
             "data-parallel ranks; each needs at least one group"
-        ]
-    if e.buffer.groups_per_batch < e.learner.updates_per_batch:
-        return [
-            f"learner.updates_per_batch={e.learner.updates_per_batch} is more than "
-            f"buffer.groups_per_batch={e.buffer.groups_per_batch}; each update needs at least one group"
         ]
     return []
 
@@ -91,18 +80,6 @@ def _warmup(e: WholeExperiment) -> list[str]:
             f"learner.optimizer.warmup_steps={optimizer.warmup_steps} is more than "
             f"the {total} updates of the run"
         ]
-    if optimizer.min_lr > optimizer.lr:
-        return [f"learner.optimizer.min_lr={optimizer.min_lr} is above learner.optimizer.lr={optimizer.lr}"]
-    return []
-
-
-def _correction(e: WholeExperiment) -> list[str]:
-    correction = e.learner.algorithm.correction
-    if correction.mask_low >= correction.mask_high:
-        return [
-            f"learner.algorithm.correction.mask_low={correction.mask_low} is not below "
-            f"mask_high={correction.mask_high}: every token would be masked"
-        ]
     return []
 
 
@@ -119,7 +96,7 @@ def _sources(e: WholeExperiment) -> list[str]:
     return reasons
 
 
-CHECKS = (_lengths, _groups, _addresses, _warmup, _correction, _sources)
+CHECKS = (_lengths, _shards, _addresses, _warmup, _sources)
 
 
 def read(path: str | Path, overrides: list[str], services: Iterable[str] = SERVICES) -> WholeExperiment:
@@ -134,6 +111,8 @@ def read(path: str | Path, overrides: list[str], services: Iterable[str] = SERVI
         ConfigError: One line per mistake.
     """
     experiment = load(path, overrides, WholeExperiment)
+    for schema in SCHEMAS:
+        load(path, overrides, schema)
     reasons = [reason for check in CHECKS for reason in check(experiment)]
     if "buffer" in services:
         reasons += _missing_rows(experiment)

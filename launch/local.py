@@ -8,7 +8,7 @@ import fcntl
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -31,13 +31,17 @@ class RunError(ValueError):
     """Why the run cannot start, in one line."""
 
 
-def run(experiment: WholeExperiment, command: str, console: Console) -> int:
+Plan = Callable[[WholeExperiment, Path], list[Service]]
+
+
+def run(experiment: WholeExperiment, command: str, console: Console, plan: Plan | None = None) -> int:
     """Run the experiment until it is finished, fails, or is interrupted.
 
     Args:
         experiment: Checked already.
         command: What the user typed; the same again resumes.
         console: Where to show it.
+        plan: What to start, from the experiment and its written file; None takes `plan_services`.
 
     Returns:
         The exit code: 0 finished, 1 a service failed, 130 interrupted.
@@ -50,7 +54,7 @@ def run(experiment: WholeExperiment, command: str, console: Console) -> int:
             return _tell_finished(experiment, console)
         experiment = settle(experiment)
         config = write_config(experiment, console)
-        services = plan_services(experiment, config)
+        services = (plan or plan_services)(experiment, config)
         announce(experiment, history, console)
         with (
             Supervisor(services, run_dir / "logs", DEADLINES_S) as supervisor,

@@ -9,6 +9,11 @@ from buffer.experiment import Experiment, LoggingConfig, ModelConfig, Section
 from sync.config import SyncConfig
 
 
+def _changed(section: Section, *keys: str) -> list[str]:
+    """Which of the keys differ from their defaults; a resolved file names every key, the defaults too."""
+    return sorted(k for k in keys if getattr(section, k) != type(section).model_fields[k].default)
+
+
 class ParallelConfig(Section):
     """Megatron's layout; the data-parallel size is what is left of the world size."""
 
@@ -51,11 +56,9 @@ class CorrectionConfig(Section):
 
     @model_validator(mode="after")
     def _trains_something(self) -> Self:
-        idle = {"mask_low", "mask_high", "veto"} & self.model_fields_set
+        idle = _changed(self, "mask_low", "mask_high", "veto")
         if self.kind == "bypass" and idle:
-            raise ValueError(
-                f"kind bypass has no ρ, so {', '.join(sorted(idle))} would do nothing; remove it"
-            )
+            raise ValueError(f"kind bypass has no ρ, so {', '.join(idle)} would do nothing; remove it")
         if not self.mask_low <= 1 <= self.mask_high or self.veto >= 1:
             raise ValueError(
                 f"mask [{self.mask_low:g}, {self.mask_high:g}] and veto {self.veto:g} would not train "
@@ -88,9 +91,9 @@ class AlgorithmConfig(Section):
 
     @model_validator(mode="after")
     def _uses_what_is_set(self) -> Self:
-        idle = {"clip_low", "clip_high"} & self.model_fields_set
+        idle = _changed(self, "clip_low", "clip_high")
         if self.loss == "reinforce" and idle:
-            raise ValueError(f"loss reinforce clips nothing, so {', '.join(sorted(idle))} would do nothing")
+            raise ValueError(f"loss reinforce clips nothing, so {', '.join(idle)} would do nothing")
         return self
 
 

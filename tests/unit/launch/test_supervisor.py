@@ -8,6 +8,7 @@ import textwrap
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -42,8 +43,8 @@ WITH_GRANDCHILD = """
 LEAVES_GRANDCHILD = WITH_GRANDCHILD.replace("time.sleep(600)\n", "sys.exit(0)\n")
 
 
-def scripted(name: str, role: str, code: str, **options: str) -> Service:
-    return Service(name, role, [sys.executable, "-c", textwrap.dedent(code)], **options)  # pyright: ignore
+def scripted(name: str, role: str, code: str, **options: Any) -> Service:
+    return Service(name, role, [sys.executable, "-c", textwrap.dedent(code)], **options)
 
 
 def wait_for(condition: Callable[[], object]) -> None:
@@ -117,7 +118,7 @@ def test_roles_stop_one_after_the_other(tmp_path):
     services = [
         scripted("b", "second", check, environment=mark),
         scripted("a", "first", slow, environment=mark),
-    ]  # pyright: ignore
+    ]
     with Supervisor(services, tmp_path, DEADLINES_S) as supervisor:
         wait_for(lambda: said(tmp_path, "a", "up") and said(tmp_path, "b", "up"))
         supervisor.stop(lambda: None)

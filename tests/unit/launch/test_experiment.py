@@ -1,0 +1,89 @@
+import json
+
+import pytest
+import yaml
+
+from buffer.experiment import ConfigError, load
+from launch.experiment import WholeExperiment, differences, dump, read
+
+
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        (["rollout.sampling.max_tokens=128"], "rollout.sampling.max_tokens=128 leaves no room"),
+        (["eval.max_tokens=200"], "eval.max_tokens=200 leaves no room"),
+        (["rollout.group_size=1"], "learner.algorithm.advantage=grpo compares"),
+        (
+            ["buffer.groups_per_batch=2", "learner.processes=4"],
+            "fewer than the learner's 4 data-parallel ranks",
+        ),
+        (["learner.updates_per_batch=9"], "learner.updates_per_batch=9 would split"),
+        (["sync.address=tcp://127.0.0.1:5701"], "buffer.address and sync.address are both"),
+        (["learner.optimizer.warmup_steps=99"], "learner.optimizer.warmup_steps=99 is more than"),
+        (["rollout.reward.function=nothing"], "expected package.module:function"),
+        (["eval.source.path=nothing"], "eval.source.path=nothing: expected package.module:function"),
+        (["model.max_length=9999"], "model.max_length=9999: the model in"),
+        (["model.path=/nowhere"], "model.path=/nowhere: no config.json"),
+        (["learner.stepz=1"], "learner.stepz: unknown key; did you mean steps?"),
+        (["learner.processes=3", "learner.parallel.tensor=2"], "learner: processes 3 is not a multiple"),
+    ],
+)
+def test_a_mistake_is_one_line_that_names_the_key(config_file, overrides, told):
+    with pytest.raises(ConfigError) as error:
+        read(config_file, overrides)
+    assert told in str(error.value)
+    assert len(str(error.value).splitlines()) == 1
+    assert str(error.value).startswith(str(config_file))
+
+
+def test_all_mistakes_are_told_at_once(config_file):
+    with pytest.raises(ConfigError) as error:
+        read(config_file, ["model.max_length=9999", "learner.optimizer.warmup_steps=99"])
+    assert len(str(error.value).splitlines()) == 2
+
+
+def test_one_completion_a_prompt_is_fine_without_group_relative_advantages(config_file):
+    overrides = ["rollout.group_size=1", "learner.algorithm.advantage=reinforce_plus_plus"]
+    assert read(config_file, overrides).rollout.group_size == 1
+
+
+def test_a_missing_rows_file_matters_only_where_the_buffer_runs(config_file):
+    overrides = ["data.train={kind: jsonl, path: /nowhere/rows.jsonl}"]
+    with pytest.raises(ConfigError, match=r"data.train.path=/nowhere/rows.jsonl: no such file"):
+        read(config_file, overrides)
+    read(config_file, overrides, services=["learner"])
+
+
+def test_a_missing_model_matters_only_where_it_is_loaded(config_file):
+    read(config_file, ["model.path=/nowhere"], services=["buffer"])
+
+
+def test_a_damaged_model_config_is_one_line(config_file, model_folder):
+    (model_folder / "config.json").write_text("{")
+    with pytest.raises(ConfigError, match=r"config.json is not JSON"):
+        read(config_file, [])
+
+
+def test_the_resolved_file_is_the_same_experiment(config_file, tmp_path):
+    experiment = read(config_file, ["learner.steps=7"])
+    resolved = tmp_path / "resolved.yaml"
+    resolved.write_text(dump(experiment))
+    assert load(resolved, [], WholeExperiment) == experiment
+    assert yaml.safe_load(resolved.read_text())["buffer"]["max_staleness"] == 2  # defaults too
+
+
+@pytest.mark.parametrize(
+    "overrides", [["learner.algorithm.correction.kind=bypass"], ["learner.algorithm.loss=reinforce"]]
+)
+def test_every_service_takes_the_resolved_file(config_file, tmp_path, overrides):
+    """It names every key, also those that mean nothing under another one's value."""
+    resolved = tmp_path / "resolved.yaml"
+    resolved.write_text(dump(read(config_file, overrides)))
+    assert read(resolved, []) == read(config_file, overrides)
+
+
+def test_differences_name_the_keys(config_file):
+    old = read(config_file, []).model_dump(mode="json")
+    new = read(config_file, ["learner.steps=60", "buffer.policy=freshest"]).model_dump(mode="json")
+    assert differences(old, new) == ["buffer.policy fifo → freshest", "learner.steps 24 → 60"]
+    assert differences(old, json.loads(json.dumps(old))) == []

@@ -1,0 +1,79 @@
+import json
+import os
+
+from launch.history import History, Tail
+from launch.overview import clock, count, learner_waits, seconds_left, waiting_share
+
+
+def line(step: int, time: float, **values: float) -> str:
+    return json.dumps({"step": step, "time": time, **values}) + "\n"
+
+
+def test_only_whole_new_lines_are_read(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    tail = Tail(path)
+    assert tail.new() == []
+    path.write_text('{"a": 1}\n{"a": ')
+    assert tail.new() == [{"a": 1}]
+    with path.open("a") as file:
+        file.write('2}\n{"a": 3}\n')
+    assert tail.new() == [{"a": 2}, {"a": 3}]
+
+
+def test_a_line_cut_by_a_crash_is_skipped(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"a": 1}\n{"a": {"a": 2}\n{"a": 3}\n[1]\n')
+    assert Tail(path).new() == [{"a": 1}, {"a": 3}]
+
+
+def test_steps_made_again_after_a_restart_replace_the_first_ones(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(line(1, 10, reward=0) + line(2, 20, reward=0) + line(3, 30, reward=0))
+    history = History(tmp_path)
+    assert len(history.refresh()) == 3
+    # The learner that resumes from step 1 rewrites the file without what it will make again.
+    shorter = tmp_path / "shorter"
+    shorter.write_text(line(1, 10, reward=0))
+    os.replace(shorter, path)
+    assert history.refresh() == []
+    assert list(history.steps) == [1]
+    with path.open("a") as file:
+        file.write(line(2, 99, reward=1))
+    assert [r["step"] for r in history.refresh()] == [2]
+    assert history.steps[2]["reward"] == 1
+
+
+def test_evaluations_are_read_apart_and_not_doubled(tmp_path):
+    completion = {"kind": "completion", "version": 0, "prompt_id": "eval/0/1", "index": 0, "completion": "7"}
+    score = {"kind": "score", "version": 0, "score": 0.25}
+    dropped = {"kind": "score", "version": 3, "score": None}
+    path = tmp_path / "eval.jsonl"
+    path.write_text("".join(json.dumps(r) + "\n" for r in (completion, completion, score, dropped)))
+    history = History(tmp_path)
+    history.refresh()
+    assert history.scores == {0: score}
+    assert list(history.completions[0]) == [("eval/0/1", 0)]
+
+
+def test_time_left_is_the_median_pace_times_the_steps_left(make_run):
+    history = History(make_run(steps=20))
+    assert seconds_left(history, 24) is None
+    history.refresh()
+    assert seconds_left(history, 24) == 4 * 30.0
+    assert seconds_left(history, 20) == 0
+
+
+def test_waiting_shares(make_run):
+    history = History(make_run())
+    history.refresh()
+    share = learner_waits(list(history.steps.values()))
+    assert share is not None
+    assert 0.2 < share < 0.4
+    lines = [{"time": t, "waiting_s/leases": w} for t, w in ((0, 0), (10, 5), (20, 5), (30, 0), (40, 10))]
+    assert waiting_share(lines) == 15 / 30  # the pair around the restart at 30 says nothing
+    assert waiting_share(lines[:1]) is None
+
+
+def test_numbers_for_people():
+    assert [clock(s) for s in (48, 200, 7500)] == ["48 s", "3 min 20 s", "2 h 05 min"]
+    assert [count(n) for n in (950, 12_400, 3_100_000, 2e9)] == ["950", "12.4k", "3.1M", "2.0G"]

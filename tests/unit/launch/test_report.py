@@ -1,0 +1,72 @@
+import json
+import struct
+
+import pytest
+
+from launch.report import write_report
+from launch.summary import summarize
+
+
+def size_of(png: bytes) -> tuple[int, int]:
+    assert png[:8] == b"\x89PNG\r\n\x1a\n"
+    return struct.unpack(">II", png[16:24])
+
+
+def test_a_finished_run_has_the_whole_report(make_run):
+    run_dir = make_run()
+    summary = write_report(run_dir)
+    folder = run_dir / "report"
+    for name in ("reward", "staleness", "throughput", "time"):
+        width, height = size_of((folder / f"{name}.png").read_bytes())
+        assert width > 1000
+        assert height > 500
+        assert f"({name}.png)" in (folder / "summary.md").read_text()
+    told = json.loads((folder / "summary.json").read_text())
+    assert told["target_reached"] is True
+    assert told["finished"] is True
+    assert told["steps"] == 24
+    assert told["training_seconds"] == 24 * 30.0
+    assert told["samples_per_second"] == 64 / 30
+    assert told["learner_tokens_per_second"] == 60
+    assert told["evicted"] == 2
+    assert told["requeued"] == 5
+    assert told["dropped"] == {"failed": 4}
+    assert told["staleness_max"] == 2
+    assert told["pause_seconds_max"] == 0.5
+    assert "target 0.8 REACHED: eval score 0.200 → 0.840" in summary.text()
+    assert str(folder) in summary.text()
+
+
+def test_a_missed_target_is_said_plainly(make_run):
+    assert "target 0.8 NOT reached: eval score 0.200 → 0.600" in summarize(make_run(last_score=0.6)).text()
+
+
+def test_an_unfinished_run_is_not_judged(make_run):
+    summary = write_report(make_run(steps=13))
+    assert summary.target_reached is None
+    assert "still open" in summary.text()
+
+
+def test_a_run_without_a_step_still_has_a_summary(make_run):
+    run_dir = make_run(steps=0)
+    for name in ("eval.jsonl", "metrics/rollout-server-0.jsonl", "metrics/buffer.jsonl"):
+        (run_dir / name).unlink()
+    assert "no evaluation was made" in write_report(run_dir).text()
+    assert not list((run_dir / "report").glob("*.png"))
+
+
+def test_samples_stand_side_by_side_and_survive_markdown(make_run):
+    run_dir = make_run()
+    write_report(run_dir)
+    rows = (run_dir / "report" / "samples.md").read_text().splitlines()
+    row = next(r for r in rows if "What is 2 + 3?" in r)
+    assert row.count(" | ") == 2, "text with a bar in it must not make a column"
+    assert r"Let's see: &lt;2> and \*3\*" in row
+    assert r"The sum is<br>5 \| done" in row
+    assert "**reward 0**" in row
+    assert "**reward 1**" in row
+
+
+def test_a_folder_without_a_run_is_one_line(tmp_path):
+    with pytest.raises(ValueError, match=r"no config.yaml in it; expected the folder of a run"):
+        write_report(tmp_path)

@@ -1,0 +1,81 @@
+import io
+import json
+
+from rich.console import Console
+
+from launch.experiment import read
+from launch.history import History
+from launch.screen import Alarms, Screen, render, sparkline
+
+
+class Running:
+    def states(self) -> dict[str, str]:
+        return {"buffer": "running", "server-0": "lost", "learner": "ended"}
+
+
+def drawn(run_dir, config_file, alarms=()) -> str:
+    history = History(run_dir, opened=0.0)
+    history.refresh()
+    console = Console(width=110, file=io.StringIO(), force_terminal=True, color_system=None)
+    console.print(render(read(config_file, []), history, Running().states(), 700.0, alarms))
+    return console.file.getvalue()  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_the_screen_shows_what_is_asked_of_it(make_run, config_file):
+    text = drawn(make_run(steps=20), config_file, ["learner │ WARNING something"])
+    for part in (
+        "slipstream made training", "20/24 steps", "2 min 00 s left", "v0 0.200 → v12 0.500", "target 0.8",
+        "2 at most (bound 2)", "generated", "trained", "learner waits for batches", "servers wait for leases",
+        "generation paused 0.10 s", "2 evicted", "● buffer", "✗ server-0", "✓ learner", "WARNING something",
+        "11 min 40 s",
+    ):  # fmt: skip
+        assert part in text, part
+
+
+def test_an_empty_run_says_what_it_waits_for(tmp_path, config_file):
+    text = drawn(tmp_path / "empty", config_file)
+    assert "starting: the engines and the learner load the model" in text
+    assert "0/24 steps" in text
+
+
+def test_without_a_terminal_a_step_is_a_line(make_run, config_file):
+    run_dir = make_run(steps=0)
+    history = History(run_dir)
+    history.refresh()
+    output = io.StringIO()
+    with Screen(read(config_file, []), history, Running(), Console(file=output, width=80)) as screen:
+        screen.update()
+        rows = (run_dir / "metrics.jsonl").open("a")
+        with rows:
+            rows.write(json.dumps({"step": 1, "time": 5.0, "time/step": 30.0, "reward/mean": 0.25}) + "\n")
+        (run_dir / "eval.jsonl").write_text(json.dumps({"kind": "score", "version": 1, "score": 0.5}) + "\n")
+        screen._due = 0.0
+        screen.update()
+        screen._due = 0.0
+        screen.update()
+    lines = output.getvalue().splitlines()
+    assert lines.count("step 1/24 · reward 0.250 · 11 min 30 s left") == 1
+    assert lines.count("eval of version 1: 0.500") == 1
+    assert "\x1b" not in output.getvalue()
+
+
+def test_alarms_are_the_services_own_new_warnings(tmp_path):
+    log = tmp_path / "learner.log"
+    log.write_text("2026-01-01 00:00:00,000 ERROR learner.loop: of the run before\n")
+    alarms = Alarms(tmp_path)
+    with log.open("a") as file:
+        file.write("WARNING 01-01 00:00:00 [cpu_worker.py:68] of vLLM\n")
+        file.write("2026-01-01 00:00:01,000 INFO learner.loop: fine\n")
+        file.write("2026-01-01 00:00:02,000 WARNING rank 0 learner.loop: look here\n")
+    (tmp_path / "buffer.log").write_text(
+        "2026-01-01 00:00:02,000 ERROR buffer.server: and here\n2026-01-01 cut"
+    )
+    assert [line.partition(" │ ")[0] for line in alarms.refresh()] == ["buffer", "learner"]
+    assert "look here" in alarms.last[1]
+    assert alarms.refresh() == []
+
+
+def test_sparkline_spans_low_to_high_and_fits():
+    assert sparkline([0, 1], 10) == "▁█"
+    assert len(sparkline(range(100), 40)) <= 40
+    assert sparkline([0.5], 10) == "▁"
