@@ -214,6 +214,9 @@ def _set_environment(config: EngineConfig) -> None:
     os.environ["VLLM_CPU_OMP_THREADS_BIND"] = thread_binding(
         config.cores, ranks, sorted(os.sched_getaffinity(0))
     )
+    # By default OpenMP threads spin at every barrier. Where a learner or another server shares the cores, the
+    # spinning keeps away the very thread that is waited for.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")

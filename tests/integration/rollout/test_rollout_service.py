@@ -22,7 +22,7 @@ from sync.config import SyncConfig
 from sync.manifest import TensorSpec
 from sync.publisher import Publisher
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 NAME = "rollout-service-test"
 
@@ -85,7 +85,7 @@ def learner(settings):
 
 
 def publish(publisher, tensors):
-    assert publisher.wait_for_members(1, timeout_s=180), "no server joined"
+    assert publisher.wait_for_members(1, timeout_s=400), "no server joined"
     specs = [TensorSpec(name, str(t.dtype).removeprefix("torch."), tuple(t.shape)) for name, t in tensors]
     publisher.publish(0, specs, iter(tensors))
     report = publisher.wait_loaded()
@@ -96,7 +96,7 @@ async def take(settings, start_version, index):
     async with BufferClient(settings["buffer"]["address"], "learner", NAME, "learner") as client:
         if start_version is not None:
             await client.published(start_version)
-        return await client.batch(index, 0, 1, timeout_s=60)
+        return await client.batch(index, 0, 1, timeout_s=200)
 
 
 def family(pid):
