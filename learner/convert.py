@@ -8,7 +8,7 @@ holds more than its own shard, one whole tensor, and while saving one file's wor
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -59,7 +59,7 @@ def export_specs(model: "PolicyModel") -> list[TensorSpec]:
     return [TensorSpec(spec.name, dtype, spec.shape) for slot in places for spec in slot.whole]
 
 
-def export_hf(model: "PolicyModel") -> Iterator[tuple[str, Tensor]]:
+def export_hf(model: "PolicyModel") -> Generator[tuple[str, Tensor], None, None]:
     """The whole model in Hugging Face's layout, gathered just in time. Collective over the first model copy.
 
     Global rank 0 gets every (name, tensor). A tensor may share memory with a parameter: copy it before the

@@ -1,7 +1,8 @@
 """Logprobs and entropy of target tokens, over a vocabulary split across tensor-parallel ranks.
 
-No [targets, vocabulary] tensor outlives a chunk: the backward pass computes the logits again. Reductions are
-in float32 whatever the weights are. Shapes: N targets, h hidden size, V vocabulary rows of this rank.
+Logits are computed a chunk of targets at a time, and kept for the backward pass up to a bound; beyond it they
+are computed again. Reductions are in float32 whatever the weights are. Shapes: N targets, h hidden size, V
+vocabulary rows of this rank.
 """
 
 from dataclasses import dataclass
@@ -13,6 +14,9 @@ from torch import Tensor
 
 CHUNK_NUMBERS = 1 << 24
 """Logits computed at once: 64 MiB in float32."""
+
+KEPT_NUMBERS = 1 << 27
+"""Logits kept for the backward pass, 512 MiB in float32; those beyond are computed again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,14 +46,22 @@ def target_logprobs(
         float32 [N] twice, the same on all ranks of the group. Both carry a gradient; the entropy's costs
         nothing when the loss does not use it.
     """
-    return _TargetLogprobs.apply(hidden, weight, targets, shard, temperature)  # pyright: ignore
+    keep = KEPT_NUMBERS if torch.is_grad_enabled() else 0
+    return _TargetLogprobs.apply(hidden, weight, targets, shard, temperature, keep)  # pyright: ignore
 
 
 class _TargetLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, shard: VocabShard, temperature: float
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        shard: VocabShard,
+        temperature: float,
+        keep: int,
     ) -> tuple[Tensor, Tensor]:
+        ctx.kept = {}
         rows = weight[: shard.rows].to(hidden.dtype)
         log_total = torch.empty(len(targets), dtype=torch.float32, device=hidden.device)
         entropy = torch.empty_like(log_total)
@@ -67,6 +79,9 @@ class _TargetLogprobs(torch.autograd.Function):
             log_total[part] = total.log() + peak
             logprobs[part] = picked - total.log()
             entropy[part] = total.log() - weighted / total
+            if keep >= logits.numel():
+                keep -= logits.numel()
+                ctx.kept[part.start] = logits.sub_(total.log()[:, None])
         ctx.save_for_backward(hidden, weight, targets, log_total, entropy)
         ctx.shard, ctx.temperature = shard, temperature
         # An output that the loss does not use then has the gradient None instead of zeros.
@@ -85,7 +100,9 @@ class _TargetLogprobs(torch.autograd.Function):
         grad_weight = torch.zeros_like(wide) if ctx.needs_input_grad[1] else None
         for part in _chunks(len(targets), shard.rows):
             grad_logprobs = of_logprobs[part, None] / ctx.temperature
-            logits = _logits(hidden[part], wide, ctx.temperature).sub_(log_total[part, None])
+            logits = ctx.kept.pop(part.start, None)
+            if logits is None:
+                logits = _logits(hidden[part], wide, ctx.temperature).sub_(log_total[part, None])
             if of_entropy is not None:
                 scale = of_entropy[part, None] / ctx.temperature
                 factor = (logits + entropy[part, None]).mul_(scale).add_(grad_logprobs).neg_()
@@ -103,7 +120,7 @@ class _TargetLogprobs(torch.autograd.Function):
             # Padding rows have no gradient.
             padding = len(weight) - shard.rows
             grad_weight = torch.nn.functional.pad(grad_weight.to(weight.dtype), (0, 0, 0, padding))
-        return grad_hidden, grad_weight, None, None, None
+        return grad_hidden, grad_weight, None, None, None, None
 
 
 def _chunks(targets: int, rows: int) -> list[slice]:

@@ -1,0 +1,110 @@
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
+
+from learner import convert, parallel
+from learner.config import ParallelConfig
+from learner.model import build_model
+
+SIZES = {
+    "vocab_size": 67,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
+CONFIGS = {
+    "llama": LlamaConfig(**SIZES, tie_word_embeddings=True),
+    "qwen2": Qwen2Config(**SIZES),
+    "qwen3": Qwen3Config(**SIZES, head_dim=16),
+}
+
+
+@pytest.fixture(scope="module")
+def one_process():
+    parallel.initialize(ParallelConfig())
+    yield
+    parallel.shutdown()
+
+
+@pytest.fixture
+def make(tmp_path):
+    def make(kind="llama", dtype=torch.bfloat16):
+        torch.manual_seed(2)
+        path = tmp_path / f"source-{kind}"
+        AutoModelForCausalLM.from_config(CONFIGS[kind]).to(dtype).save_pretrained(path)
+        (path / "tokenizer.json").write_text("{}")
+        return path
+
+    return make
+
+
+def same(found, expected):
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert found[name].dtype == tensor.dtype
+        assert torch.equal(found[name], tensor), name
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_what_was_loaded_is_exported_and_saved_bit_by_bit(one_process, make, tmp_path, kind, dtype):
+    source = make(kind, dtype)
+    expected = load_file(source / "model.safetensors")
+    model = build_model(source, ParallelConfig(), dtype)
+    exported = list(convert.export_hf(model))
+    same(dict(exported), expected)
+    told = [(name, str(t.dtype).removeprefix("torch."), tuple(t.shape)) for name, t in exported]
+    assert told == [(spec.name, spec.dtype, spec.shape) for spec in convert.export_specs(model)]
+
+    target = tmp_path / "out"
+    convert.save_hf(model, source, target)
+    same(load_file(target / "model.safetensors"), expected)
+    assert (target / "tokenizer.json").read_text() == "{}"
+    reloaded = AutoModelForCausalLM.from_pretrained(target)
+    assert reloaded.dtype == dtype
+
+
+def test_a_large_model_is_saved_in_several_files_with_an_index(one_process, make, tmp_path, monkeypatch):
+    monkeypatch.setattr(convert, "FILE_BYTES", 9000)
+    source, target = make(), tmp_path / "out"
+    model = build_model(source, ParallelConfig(), torch.bfloat16)
+    convert.save_hf(model, source, target)
+    convert.save_hf(model, source, target)
+    index = json.loads((target / "model.safetensors.index.json").read_text())
+    files = sorted(target.glob("*.safetensors"))
+    assert len(files) > 2
+    assert all(file.stat().st_size < 9000 + 2000 for file in files)
+    assert index["metadata"]["total_size"] == sum(t.nbytes for f in files for t in load_file(f).values())
+    again = build_model(target, ParallelConfig(), torch.bfloat16)
+    same(dict(convert.export_hf(again)), load_file(source / "model.safetensors"))
+    assert not list(tmp_path.glob("*.partial"))
+
+
+def test_an_iterator_closed_early_leaves_nothing_behind(one_process, make):
+    model = build_model(make(), ParallelConfig(), torch.bfloat16)
+    tensors = convert.export_hf(model)
+    next(tensors)
+    tensors.close()
+    assert next(tensors, None) is None
+
+
+def test_weights_that_do_not_fit_the_config_are_refused_by_name(one_process, make):
+    source = make()
+    weights = load_file(source / "model.safetensors")
+    norm = "model.layers.1.input_layernorm.weight"
+    save_file(weights | {norm: weights[norm][:5].clone()}, source / "model.safetensors")
+    with pytest.raises(ValueError, match=rf"{norm} has shape \(5,\); config.json asks for \(32,\)"):
+        build_model(source, ParallelConfig(), torch.bfloat16)
+    del weights[norm]
+    save_file(weights, source / "model.safetensors")
+    with pytest.raises(ValueError, match=f"the weights have no tensor {norm}"):
+        build_model(source, ParallelConfig(), torch.bfloat16)
+    (source / "model.safetensors").unlink()
+    with pytest.raises(ValueError, match=r"has no model\.safetensors"):
+        build_model(source, ParallelConfig(), torch.bfloat16)
