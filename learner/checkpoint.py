@@ -11,6 +11,7 @@ import hashlib
 import json
 import logging
 import os
+import queue
 import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -63,6 +64,7 @@ class Checkpoints:
             shutil.rmtree(temporary, ignore_errors=True)
             temporary.mkdir(parents=True)
         dist.barrier()
+        _write_without_a_manager()
         dist_checkpointing.save(self._state(trainable, loading=False), str(temporary))
         _save_generators(temporary)
         dist.barrier()
@@ -211,6 +213,19 @@ def _sync(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def _write_without_a_manager() -> None:
+    """Give Megatron's writer a plain queue for its results.
+
+    Its own is served by a manager process, meant for writing in the background. A learner killed with SIGKILL
+    leaves that process behind for ever, with the learner's pipes open; and we write in the foreground.
+    """
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    assert hasattr(filesystem_async, "_results_queue"), "megatron-core moved its writer's queue"
+    if filesystem_async._results_queue is None:
+        filesystem_async._results_queue = queue.SimpleQueue()
 
 
 def _unwrapped(trainable: Trainable) -> Any:

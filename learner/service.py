@@ -143,6 +143,7 @@ def _quiet_megatron() -> None:
     """Leave Megatron's errors only: it warns of every fused kernel that a machine lacks."""
     logging.getLogger("megatron").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", module="megatron")
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
 
 
 def _threads(experiment: LearnerExperiment) -> int:

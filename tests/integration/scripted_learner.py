@@ -8,6 +8,7 @@ logs. At batch `kill_at` a rank kills itself with SIGKILL, at `stop_at` with SIG
 buffer's.
 """
 
+import asyncio
 import json
 import logging
 import math
@@ -70,7 +71,7 @@ class ScriptedBuffer:
             os.kill(os.getpid(), signal.SIGKILL)
         if index == self._options.get("stop_at"):
             os.kill(os.getpid(), signal.SIGTERM)
-            return None
+            await asyncio.sleep(60)
         rng = np.random.default_rng(index)
         groups = [group(rng, f"{index}/{n}", max(0, index - n % 3)) for n in range(6)]
         tokens = sum(g.num_tokens for g in groups)
