@@ -75,6 +75,8 @@ class Control:
         self._thread.start()
 
     def close(self) -> None:
+        if self._closing.is_set():
+            return
         self._closing.set()
         self._wake()
         self._thread.join(timeout=5)

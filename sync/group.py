@@ -70,20 +70,20 @@ class BroadcastGroup:
         self.seat = seat
 
     @classmethod
-    def connect(cls, seat: Seat, device: torch.device, store: Store | None = None) -> Self:
+    def connect(cls, seat: Seat, device: torch.device) -> Self:
         """Meet the other ranks. Blocks until all are there, at most `seat.timeout_s`.
 
         Args:
             device: Where the tensors to broadcast will lie; for nccl the GPU of this rank.
-            store: Rank 0's own store; others connect to it.
 
         Raises:
             TransferFailed: Not everybody came in time.
         """
         timeout = timedelta(seconds=seat.timeout_s)
         try:
-            if store is None:
-                store = TCPStore(seat.host, seat.port, is_master=False, timeout=timeout)
+            # A connection for each group, for rank 0 too: calls on one wait for each other, so that a group
+            # that never forms would keep the next one from forming.
+            store = TCPStore(seat.host, seat.port, is_master=False, timeout=timeout)
             scoped = PrefixStore(f"slipstream/{seat.epoch}", store)
             if seat.backend == "nccl":
                 return cls(_nccl(scoped, seat, device), seat)
@@ -129,12 +129,13 @@ class BroadcastGroup:
 class Connecting:
     """A group being built on a thread that can be left behind; `notify` is called when that has an end."""
 
-    def __init__(self, seat: Seat, device: torch.device, store: Store, notify: Callable[[], None]) -> None:
-        self._build = lambda: BroadcastGroup.connect(seat, device, store)
+    def __init__(self, seat: Seat, device: torch.device, notify: Callable[[], None]) -> None:
+        self._build = lambda: BroadcastGroup.connect(seat, device)
         self._notify = notify
         self._group: BroadcastGroup | None = None
         self._failure: TransferFailed | None = None
-        threading.Thread(target=self._run, daemon=True, name="slipstream-connect").start()
+        self.thread = threading.Thread(target=self._run, daemon=True, name="slipstream-connect")
+        self.thread.start()
 
     def settled(self) -> bool:
         return self._group is not None or self._failure is not None

@@ -5,6 +5,7 @@ Listening, heartbeats and collectives run on threads of their own, and every wai
 """
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 
@@ -60,6 +61,7 @@ class Publisher:
         self._epoch = 0
         self._group: BroadcastGroup | None = None
         self._seated: list[bytes] = []
+        self._threads: list[threading.Thread] = []
         self._report = PublishReport(-1)
         self._expected_checksum: int | None = None
 
@@ -73,9 +75,16 @@ class Publisher:
         self._store, self._port = listen(self._host, self._timeout_s)
 
     def close(self) -> None:
-        """Stop listening. Members go back to waiting for a learner."""
+        """Stop listening. Members go back to waiting for a learner.
+
+        Threads left in a collective that broke are waited for, at most the transfer timeout: the interpreter
+        cannot end while one is in there.
+        """
         self._control.close()
         self._group = None
+        deadline = time.monotonic() + self._timeout_s + 1
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
 
     def members(self) -> list[str]:
         with self._control.changed:
@@ -202,6 +211,7 @@ class Publisher:
 
     def _ask(self, targets: list[Member], version: int, manifest: Manifest, fresh: bool) -> int:
         self._attempt += 1
+        self._threads = [thread for thread in self._threads if thread.is_alive()]
         first_rank, size = 1, 1 + sum(member.world_size for member in targets)
         with self._control.changed:
             self._members.asked(targets, self._attempt)
@@ -216,7 +226,9 @@ class Publisher:
 
     def _connect(self, size: int) -> Connecting:
         seat = Seat(self._host, self._port, self._epoch, 0, size, self._backend, self._timeout_s)
-        return Connecting(seat, self._device, self._store, self._control.notify)
+        connecting = Connecting(seat, self._device, self._control.notify)
+        self._threads.append(connecting.thread)
+        return connecting
 
     def _until(self, done: Callable[[], bool], what: str, attempt: int) -> None:
         """Wait for something of an attempt.
@@ -252,6 +264,7 @@ class Publisher:
         self._expected_checksum = None
         broken = self._watch(self._attempt)
         sender = BucketSender(group, self._memory, self._timeout_s, self._control.changed, broken)
+        self._threads.append(sender.thread)
         sender.start(version)
         try:
             for _, bucket in pack(manifest, stream, sender.lend):

@@ -63,11 +63,11 @@ class BucketSender:
         self._done = False
         self.sums: list[int] = []
         self.sent_bytes = 0
-        self._thread = threading.Thread(target=self._run, daemon=True, name="slipstream-send")
+        self.thread = threading.Thread(target=self._run, daemon=True, name="slipstream-send")
 
     def start(self, version: int) -> None:
         self._version = version
-        self._thread.start()
+        self.thread.start()
 
     def lend(self, size_bytes: int) -> Tensor:
         """A free buffer's first bytes; blocks until the sender is done with one.

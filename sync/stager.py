@@ -7,6 +7,7 @@ is abandoned when it does, never on the engine's.
 import logging
 import os
 import threading
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Literal
@@ -46,8 +47,10 @@ class Stager:
     would halve the bandwidth.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, on_bucket: Callable[[int], None] = lambda index: None) -> None:
+        """`on_bucket` is called on the receiving thread with the index of each bucket that landed."""
         self._device = device
+        self._on_bucket = on_bucket
         self._memory: Tensor | None = None
         self._stage: Stage | None = None
 
@@ -60,7 +63,10 @@ class Stager:
         stage = Stage(version, manifest, self._take_memory(manifest.stream_bytes), kept)
         self._stage = stage
         thread = threading.Thread(
-            target=_receive, args=(stage, seat, self._device), daemon=True, name="slipstream-stage"
+            target=_receive,
+            args=(stage, seat, self._device, self._on_bucket),
+            daemon=True,
+            name="slipstream-stage",
         )
         thread.start()
 
@@ -112,12 +118,12 @@ def make_seal(version: int, sums: list[int], device: torch.device) -> Tensor:
     return torch.tensor([version, len(sums), *sums], dtype=torch.int64, device=device)
 
 
-def _receive(stage: Stage, seat: Seat, device: torch.device) -> None:
+def _receive(stage: Stage, seat: Seat, device: torch.device, on_bucket: Callable[[int], None]) -> None:
     _use_every_core()
     try:
         if stage.group is None:
             stage.group = BroadcastGroup.connect(seat, device)
-        sums = _fill(stage, stage.group, device)
+        sums = _fill(stage, stage.group, device, on_bucket)
         _compare(stage, stage.group, sums, device)
     except SyncError as error:
         stage.cause, stage.reason, stage.state = error.cause, str(error), "failed"
@@ -125,7 +131,9 @@ def _receive(stage: Stage, seat: Seat, device: torch.device) -> None:
         stage.checksum, stage.state = combine(sums), "staged"
 
 
-def _fill(stage: Stage, group: BroadcastGroup, device: torch.device) -> list[int]:
+def _fill(
+    stage: Stage, group: BroadcastGroup, device: torch.device, on_bucket: Callable[[int], None]
+) -> list[int]:
     """Receive every bucket; each is summed on a second thread while the next one lands."""
     sums: list[Future[int]] = []
     landing = _landing(stage.manifest, device)
@@ -140,6 +148,7 @@ def _fill(stage: Stage, group: BroadcastGroup, device: torch.device) -> list[int
                 bucket.copy_(landing[: end - start])
             sums.append(pool.submit(checksum, bucket))
             stage.buckets = index + 1
+            on_bucket(index)
     return [future.result() for future in sums]
 
 

@@ -1,17 +1,12 @@
 """Servers as processes, publishers on free ports, and tiny models, for the sync tests."""
 
 import json
+import multiprocessing
 import os
-import queue
 import signal
 import socket
-import subprocess
-import sys
-import threading
 import time
-import zlib
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 import torch
@@ -19,49 +14,43 @@ import torch
 from sync.buckets import TensorSpec, spec_of
 from sync.config import SyncConfig
 from sync.publisher import Publisher
+from sync.stand_in import Behavior, fingerprint, serve
 
-SERVER = Path(__file__).with_name("fake_server.py")
+# Servers are forked from one process that has torch imported already.
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload(["sync.stand_in"])
 
 
 class Server:
-    """A fake rollout server's process and what it said."""
+    """A stand-in server's process and what it said."""
 
-    def __init__(self, address: str, name: str, *options: str) -> None:
-        command = [sys.executable, str(SERVER), address, name, *options]
+    def __init__(self, address: str, name: str, behavior: Behavior) -> None:
         self.name = name
-        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-        self.events: list[dict] = []
-        self._lines: queue.Queue[dict] = queue.Queue()
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
-
-    def _read(self) -> None:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            self._lines.put(json.loads(line))
+        self.said: list[dict] = []
+        self._events, theirs = FORKS.Pipe(duplex=False)
+        self.process = FORKS.Process(target=serve, args=(address, name, behavior, theirs))
+        self.process.start()
+        theirs.close()
 
     def expect(self, event: str, timeout_s: float = 30.0, **values: object) -> dict:
-        """The next event of this kind with these values; whatever comes before is kept in `events`."""
+        """The next event of this kind with these values; whatever comes before is kept in `said`."""
         deadline = time.monotonic() + timeout_s
-        while True:
-            try:
-                got = self._lines.get(timeout=max(0.01, deadline - time.monotonic()))
-            except queue.Empty:
-                raise AssertionError(f"{self.name}: no {event} {values}; it said {self.events}") from None
-            self.events.append(got)
+        while self._events.poll(max(0.0, deadline - time.monotonic())):
+            got = json.loads(self._events.recv_bytes())
+            self.said.append(got)
             if got["event"] == event and values.items() <= got.items():
                 return got
+        raise AssertionError(f"{self.name}: no {event} {values}; it said {self.said}")
 
     def signal(self, number: signal.Signals) -> None:
+        assert self.process.pid is not None
         os.kill(self.process.pid, number)
 
     def end(self) -> None:
-        if self.process.poll() is None:
-            self.process.kill()
-        self.process.wait()
-        self._reader.join(5)
-        assert self.process.stdout is not None
-        self.process.stdout.close()
+        self.process.kill()
+        self.process.join()
+        self.process.close()
+        self._events.close()
 
 
 @pytest.fixture
@@ -75,8 +64,8 @@ def address() -> str:
 def start_server(address: str) -> Iterator[Callable[..., Server]]:
     servers: list[Server] = []
 
-    def start(name: str, *options: str) -> Server:
-        servers.append(Server(address, name, *options))
+    def start(name: str, **behavior: object) -> Server:
+        servers.append(Server(address, name, Behavior(**behavior)))
         return servers[-1]
 
     yield start
@@ -121,10 +110,7 @@ class Weights:
 
     @property
     def sums(self) -> dict[str, int]:
-        return {
-            name: zlib.crc32(t.contiguous().reshape(-1).view(torch.uint8).numpy())
-            for name, t in self.tensors.items()
-        }
+        return {name: fingerprint(tensor) for name, tensor in self.tensors.items()}
 
 
 @pytest.fixture

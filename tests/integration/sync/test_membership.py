@@ -68,8 +68,8 @@ def test_late_joiner_gets_the_current_version_and_nobody_else_does(start_server,
 @pytest.mark.slow
 @pytest.mark.parametrize("blow", [signal.SIGKILL, signal.SIGSTOP])
 def test_server_lost_mid_transfer_costs_only_itself(blow, start_server, make_publisher, weights):
-    survivors = [start_server("a", "--delay", "0.1"), start_server("c", "--delay", "0.1")]
-    victim = start_server("b", "--delay", "0.1")
+    survivors = [start_server("a", bucket_seconds=0.1), start_server("c", bucket_seconds=0.1)]
+    victim = start_server("b", bucket_seconds=0.1)
     publisher = make_publisher()
     assert publisher.wait_for_members(3, 30)
     new = weights(1, megabytes=24)
@@ -125,7 +125,7 @@ def test_silent_server_is_evicted_between_publishes(start_server, make_publisher
 
 
 def test_server_of_another_model_costs_only_itself(start_server, make_publisher, weights):
-    good, other = start_server("good"), start_server("other", "--refuse", "bias")
+    good, other = start_server("good"), start_server("other", refuse="bias")
     publisher = make_publisher()
     assert publisher.wait_for_members(2, 30)
     new = weights(0)
@@ -134,16 +134,17 @@ def test_server_of_another_model_costs_only_itself(start_server, make_publisher,
     assert good.expect("loaded")["sums"] == new.sums
     lost = dict(report.lost)
     assert "bias: not in this server's model" in lost["other"]
-    assert not [event for event in other.events if event["event"] == "loaded"]
+    assert not [event for event in other.said if event["event"] == "loaded"]
 
 
 def test_server_of_another_run_is_turned_away(start_server, make_publisher):
     publisher = make_publisher()
-    stranger = start_server("stranger", "--run-id", "another")
+    stranger = start_server("stranger", run_id="another")
     refusal = stranger.expect("refused")
     assert "run_id: 'another': this learner runs 'test'" in refusal["reason"]
     assert publisher.members() == []
-    assert stranger.process.wait(10) == 0
+    stranger.process.join(10)
+    assert stranger.process.exitcode == 0
 
 
 def test_learner_restart_brings_its_servers_back(start_server, make_publisher, weights):
@@ -161,7 +162,7 @@ def test_learner_restart_brings_its_servers_back(start_server, make_publisher, w
 
 
 def test_second_publish_waits_for_the_load_of_the_first(start_server, make_publisher, weights):
-    server = start_server("a", "--load-seconds", "1.0")
+    server = start_server("a", load_seconds=1.0)
     publisher = make_publisher()
     assert publisher.wait_for_members(1, 30)
     publisher.publish(0, weights(0).specs, weights(0).stream())

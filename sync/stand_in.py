@@ -1,0 +1,97 @@
+"""An engine's stand-in: a `WeightSink` that stages for real and fingerprints what it would generate with.
+
+For tests of everything around the engine, in this process or, with `serve`, as a server of its own.
+"""
+
+import asyncio
+import json
+import time
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+
+import torch
+from torch import Tensor
+
+from sync.buckets import unpack
+from sync.config import SyncConfig
+from sync.errors import BY_CAUSE, JoinRefused, ManifestRefused, TransferFailed
+from sync.group import Seat
+from sync.receiver import Receiver
+from sync.sink import StagePlan
+from sync.stager import Stager
+
+
+def fingerprint(tensor: Tensor) -> int:
+    return zlib.crc32(bytes(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()))
+
+
+@dataclass(frozen=True, slots=True)
+class Behavior:
+    """How a stand-in treats what it gets."""
+
+    run_id: str = "test"
+    bucket_seconds: float = 0.0
+    """Makes a transfer last: time lost on each bucket."""
+    load_seconds: float = 0.0
+    refuse: str | None = None
+    """A tensor name that its model lacks."""
+
+
+class StandInSink:
+    """One rank on CPU. `tell` hears of each staging, first bucket and load."""
+
+    world_size = 1
+
+    def __init__(self, behavior: Behavior, tell: Callable[[dict[str, object]], None]) -> None:
+        self._behavior = behavior
+        self._tell = tell
+        self._stager = Stager(torch.device("cpu"), on_bucket=self._bucket)
+
+    async def stage(self, plan: StagePlan) -> int:
+        if self._behavior.refuse in [spec.name for spec in plan.manifest.tensors]:
+            raise ManifestRefused(f"{self._behavior.refuse}: not in this server's model")
+        seat = Seat(
+            plan.host, plan.port, plan.epoch, plan.first_rank, plan.group_size, plan.backend, plan.timeout_s
+        )
+        self._tell({"event": "staging", "version": plan.version, "fresh": plan.fresh})
+        self._stager.begin(seat, plan.fresh, plan.version, plan.manifest)
+        status = self._stager.status()
+        while status["state"] == "receiving":
+            await asyncio.sleep(0.01)
+            status = self._stager.status()
+        if status["state"] != "staged":
+            raise BY_CAUSE.get(str(status.get("cause")), TransferFailed)(str(status.get("reason")))
+        return int(str(status["checksum"]))
+
+    async def load(self, version: int) -> float:
+        await asyncio.sleep(self._behavior.load_seconds)
+        sums = {name: fingerprint(tensor) for name, tensor in unpack(*self._stager.staged(version))}
+        self._tell({"event": "loaded", "version": version, "sums": sums})
+        return self._behavior.load_seconds
+
+    async def drop(self) -> None:
+        self._stager.drop()
+
+    def _bucket(self, index: int) -> None:
+        if index == 0:
+            self._tell({"event": "first_bucket"})
+        time.sleep(self._behavior.bucket_seconds)
+
+
+def serve(address: str, name: str, behavior: Behavior, events: Connection) -> None:
+    """A whole server process; what happens to it goes to `events` as JSON."""
+
+    def tell(event: dict[str, object]) -> None:
+        events.send_bytes(json.dumps(event).encode())
+
+    async def run() -> None:
+        receiver = Receiver(SyncConfig(address=address), behavior.run_id, name, StandInSink(behavior, tell))
+        try:
+            await receiver.run()
+        except JoinRefused as refusal:
+            tell({"event": "refused", "reason": str(refusal)})
+
+    torch.set_num_threads(1)
+    asyncio.run(run())

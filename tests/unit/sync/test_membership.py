@@ -1,0 +1,78 @@
+"""The rules of membership, with no socket and no clock."""
+
+from sync.membership import MAX_FAILED_TRANSFERS, Membership
+from sync.wire import Failed, Loaded
+
+
+def joined(*names: str) -> Membership:
+    members = Membership()
+    for name in names:
+        members.join(name.encode(), name, 1, now=0.0)
+    return members
+
+
+def member(members: Membership, name: str):
+    found = members.get(name.encode())
+    assert found is not None
+    return found
+
+
+def load(members: Membership, name: str, attempt: int, version: int) -> None:
+    members.asked([member(members, name)], attempt)
+    members.loaded(member(members, name), Loaded(attempt, version, 0, 0.0, 0.0, 0.0))
+
+
+def test_a_member_lacks_a_version_until_it_says_otherwise_and_not_while_it_gets_it():
+    members = joined("a", "b")
+    assert len(members.lacking(1)) == 2
+    members.asked([member(members, "a")], attempt=1)
+    assert [m.name for m in members.lacking(1)] == ["b"]
+    load(members, "a", 1, 1)
+    assert [m.name for m in members.lacking(1)] == ["b"]
+    assert len(members.lacking(2)) == 2
+
+
+def test_rejoining_forgets_what_the_member_held_and_replaces_its_former_self():
+    members = joined("a")
+    load(members, "a", 1, 7)
+    replaced = members.join(b"other", "a", 1, now=1.0)
+    assert [m.identity for m in replaced] == [b"a"]
+    assert [m.identity for m in members.lacking(7)] == [b"other"]
+    assert members.take_lost() == [("a", "another server of this name joined")]
+    assert members.take_lost() == []
+
+
+def test_answers_to_a_past_attempt_change_nothing():
+    members = joined("a")
+    a = member(members, "a")
+    members.asked([a], attempt=2)
+    members.ready(a, 1)
+    members.dropped(a, 1)
+    members.loaded(a, Loaded(1, 5, 0, 0.0, 0.0, 0.0))
+    assert members.failed(a, Failed(1, "load", "old")) is None
+    assert (a.phase, a.version) == ("asked", None)
+
+
+def test_only_a_failure_that_is_the_members_own_evicts_it():
+    members = joined("a")
+    a = member(members, "a")
+    members.asked([a], attempt=1)
+    assert members.failed(a, Failed(1, "transfer", "connection closed by peer")) is None
+    assert members.failed(a, Failed(1, "checksum", "bucket 2")) == "checksum: bucket 2"
+
+
+def test_transfers_that_keep_failing_evict_in_the_end_but_success_clears_the_count():
+    members = joined("a")
+    a = member(members, "a")
+    for _ in range(MAX_FAILED_TRANSFERS - 1):
+        assert not members.count_failed_transfer(a)
+    load(members, "a", 1, 1)
+    for _ in range(MAX_FAILED_TRANSFERS - 1):
+        assert not members.count_failed_transfer(a)
+    assert members.count_failed_transfer(a)
+
+
+def test_silence_is_measured_from_the_last_word():
+    members = joined("a", "b")
+    member(members, "b").heard_at = 20.0
+    assert [m.name for m in members.silent(now=31.0, timeout_s=30.0)] == ["a"]

@@ -1,0 +1,69 @@
+"""Control messages: round trip, and refusal of anything else by the field's name."""
+
+import msgpack
+import pytest
+
+from sync import wire
+from sync.manifest import BLOCK_BYTES, Manifest, TensorSpec
+
+MANIFEST = Manifest.layout([TensorSpec("a", "bfloat16", (3, 4))], BLOCK_BYTES)
+MESSAGES = [
+    wire.Join(wire.SCHEMA, "run", "server-0", 2),
+    wire.Welcome(wire.SCHEMA, 30.0),
+    wire.Refuse("no"),
+    wire.Prepare(3, 0, 2, True, 4000, 1, 3, "gloo", 60.0, MANIFEST),
+    wire.Ready(3),
+    wire.Loaded(3, 0, -5, 1.0, 0.5, 0.25),
+    wire.Failed(3, "checksum", "bucket 1"),
+    wire.Abort(3, "lost"),
+    wire.Dropped(3),
+    wire.Evict("silent"),
+    wire.Beat(),
+    wire.Leave(),
+]
+
+
+@pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
+def test_every_message_comes_back(message):
+    assert wire.decode(wire.encode(message)) == message
+
+
+def test_every_kind_has_an_example_above():
+    assert {type(message) for message in MESSAGES} == set(wire.KINDS.values())
+
+
+def test_bytes_of_schema_1_still_decode():
+    stored = msgpack.packb({"kind": "JOIN", "schema": 1, "run_id": "r", "name": "n", "world_size": 1})
+    assert wire.decode(stored) == wire.Join(1, "r", "n", 1)
+
+
+@pytest.mark.parametrize(
+    ("values", "field"),
+    [
+        ({"kind": "JOIN", "schema": 2, "anything": 1}, "schema: 2"),
+        ({"kind": "JOIN", "schema": 1, "run_id": "r", "name": "n"}, "JOIN: expected the fields"),
+        ({"kind": "JOIN", "schema": 1, "run_id": 5, "name": "n", "world_size": 1}, "run_id"),
+        ({"kind": "JOIN", "schema": 1, "run_id": "r", "name": "n" * 300, "world_size": 1}, "name"),
+        ({"kind": "JOIN", "schema": 1, "run_id": "r", "name": "n", "world_size": 0}, "world_size"),
+        ({"kind": "READY", "attempt": True}, "attempt"),
+        ({"kind": "FAILED", "attempt": 1, "cause": "mood", "reason": ""}, "cause"),
+        ({"kind": "WELCOME", "schema": 1, "heartbeat_timeout_s": -1}, "heartbeat_timeout_s"),
+        ({"kind": "SHUTDOWN"}, "kind"),
+        ([1, 2], "expected a map"),
+    ],
+)
+def test_bad_messages_name_the_field(values, field):
+    with pytest.raises(wire.WireError, match=field):
+        wire.decode(msgpack.packb(values))
+
+
+def test_bytes_that_are_not_msgpack_are_refused():
+    with pytest.raises(wire.WireError, match="not msgpack"):
+        wire.decode(b"\xc1garbage")
+
+
+def test_prepare_with_a_wrong_manifest_is_refused():
+    values = msgpack.unpackb(wire.encode(MESSAGES[3]))
+    values["manifest"]["tensors"][0][3] = 8
+    with pytest.raises(wire.WireError, match="offset 8"):
+        wire.decode(msgpack.packb(values))
