@@ -4,6 +4,7 @@ A process group of its own, built directly and never the default one, so that it
 learner's training groups or the engine's. Its calls block; callers run them on a thread that they can leave.
 """
 
+import ipaddress
 import logging
 import socket
 import threading
@@ -47,6 +48,20 @@ def host_of(address: str) -> str:
     host = parts.hostname
     if parts.scheme != "tcp" or not host or parts.port is None or host in ("*", "0.0.0.0", "::"):
         raise ValueError(f"sync.address {address!r}: expected tcp://HOST:PORT, a host that servers can reach")
+    return host
+
+
+def require_loopback(address: str) -> str:
+    """The host of an address to listen on.
+
+    Raises:
+        ValueError: It is reachable from other machines: neither the control messages nor the broadcast are
+            authenticated, so whoever reaches them could hand a server any weights.
+    """
+    host = host_of(address)
+    resolved = str(socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][4][0])
+    if not ipaddress.ip_address(resolved).is_loopback:
+        raise ValueError(f"sync.address {address} reaches beyond this machine; expected a loopback address")
     return host
 
 

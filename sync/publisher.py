@@ -16,7 +16,7 @@ from sync.buckets import combine, pack
 from sync.config import SyncConfig
 from sync.control import Control
 from sync.errors import PublishInterrupted, TransferFailed
-from sync.group import BroadcastGroup, Connecting, Seat, host_of, listen
+from sync.group import BroadcastGroup, Connecting, Seat, listen, require_loopback
 from sync.manifest import Manifest, TensorSpec
 from sync.membership import Member
 from sync.report import PublishReport
@@ -49,7 +49,7 @@ class Publisher:
         self._backend = ("nccl" if cuda else "gloo") if config.backend == "auto" else config.backend
         if self._backend == "nccl" and not cuda:
             raise ValueError("sync.backend nccl: the learner has no CUDA device; expected auto or gloo")
-        self._host = host_of(config.address)
+        self._host = require_loopback(config.address)
         self._timeout_s = config.transfer_timeout_s
         self._answer_timeout_s = min(config.transfer_timeout_s, config.heartbeat_timeout_s)
         self._device = device if self._backend == "nccl" else torch.device("cpu")

@@ -1,0 +1,196 @@
+"""What a publish costs: its bandwidth against a bare gloo broadcast, and what decoding loses to it.
+
+A learner process publishes SmolLM2-135M (269 MB in bf16) to the real vLLM. While the engine is idle,
+publishes alternate with bare broadcasts of the same bytes in the same buckets to a process that does nothing
+else. Then the engine decodes: tokens are counted alone, and while buckets are being staged.
+
+    python benchmarks/publish_bandwidth.py [--model DIR] [--rounds 8] [--requests 32]
+"""
+
+import argparse
+import asyncio
+import multiprocessing
+import os
+import statistics
+import time
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+from record import write_result
+
+from sync.buckets import spec_of
+from sync.config import SyncConfig
+from sync.group import BroadcastGroup, Seat, listen
+from sync.manifest import Manifest
+from sync.publisher import Publisher
+from sync.receiver import Receiver
+
+BUCKET_MIB = 64
+SPAWN = multiprocessing.get_context("spawn")
+
+
+def learn(address: str, model: str, commands: Connection) -> None:
+    """The learner's process: publishes, or broadcasts barely, as it is told; answers with the seconds."""
+    from transformers import AutoModelForCausalLM
+
+    tensors = list(AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16).named_parameters())
+    specs = [spec_of(*pair) for pair in tensors]
+    manifest = Manifest.layout(specs, BUCKET_MIB << 20)
+    publisher = Publisher(SyncConfig(address=address, bucket_mib=BUCKET_MIB), "bench", torch.device("cpu"))
+    publisher.start()
+    store, port = listen("127.0.0.1", 60)
+    commands.send((port, manifest.stream_bytes))
+    group = BroadcastGroup.connect(Seat("127.0.0.1", port, 1, 0, 2, "gloo", 60), torch.device("cpu"))
+    buffer = torch.zeros(BUCKET_MIB << 20, dtype=torch.uint8)
+    version = 0
+    while (command := commands.recv()) != "end":
+        started = time.perf_counter()
+        if command == "publish":
+            assert publisher.wait_for_members(1, 60)
+            publisher.publish(version, specs, iter(tensors))
+            held = time.perf_counter() - started
+            publisher.wait_loaded()
+            version += 1
+        else:
+            for index in range(manifest.num_buckets):
+                start, end = manifest.bucket(index)
+                group.broadcast(buffer[: end - start])
+            held = time.perf_counter() - started
+        commands.send(held)
+    publisher.close()
+    del store
+
+
+def receive_barely(port: int, stream_bytes: int) -> None:
+    """The other end of the bare broadcast, into memory that is touched already."""
+    group = BroadcastGroup.connect(Seat("127.0.0.1", port, 1, 1, 2, "gloo", 600), torch.device("cpu"))
+    stream = torch.zeros(stream_bytes, dtype=torch.uint8)
+    while True:
+        for start in range(0, stream_bytes, BUCKET_MIB << 20):
+            group.broadcast(stream[start : start + (BUCKET_MIB << 20)])
+
+
+class Decoding:
+    """Requests that keep the engine busy, and a count of their tokens."""
+
+    def __init__(self, engine: Any, requests: int) -> None:
+        self._engine = engine
+        self.tokens = 0
+        self._tasks = [asyncio.create_task(self._generate(index)) for index in range(requests)]
+
+    async def _generate(self, index: int) -> None:
+        from vllm import SamplingParams
+
+        params = SamplingParams(temperature=1.0, max_tokens=900, ignore_eos=True, detokenize=False)
+        for turn in range(1000):
+            before = 0
+            prompt = {"prompt_token_ids": [1, 5, 6, 7 + index]}
+            async for output in self._engine.generate(prompt, params, request_id=f"{index}-{turn}"):
+                count = len(output.outputs[0].token_ids)
+                self.tokens, before = self.tokens + count - before, count
+
+    async def rate(self, seconds: float) -> float:
+        tokens, started = self.tokens, time.perf_counter()
+        await asyncio.sleep(seconds)
+        return (self.tokens - tokens) / (time.perf_counter() - started)
+
+    def stop(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+
+
+async def measure(arguments: argparse.Namespace, address: str, commands: Connection) -> dict[str, Any]:
+    from vllm import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    from sync.vllm_sink import VllmSink, engine_options
+
+    class CountingSink(VllmSink):
+        """Notes the tokens and the time between the start and the end of each staging."""
+
+        decoding: Decoding | None = None
+        staged: list[tuple[int, float]] = []  # noqa: RUF012 (one instance)
+
+        async def stage(self, plan: Any) -> int:
+            tokens, started = self.decoding.tokens if self.decoding else 0, time.perf_counter()
+            checksum = await super().stage(plan)
+            if self.decoding is not None:
+                self.staged.append((self.decoding.tokens - tokens, time.perf_counter() - started))
+            return checksum
+
+    options = AsyncEngineArgs(
+        model=arguments.model, dtype="bfloat16", max_model_len=1024, enforce_eager=True,
+        kv_cache_memory_bytes=1 << 30, disable_log_stats=True, **engine_options(),
+    )  # fmt: skip
+    engine = AsyncLLM.from_engine_args(options)
+    sink = CountingSink(engine)
+    receiver = Receiver(SyncConfig(address=address), "bench", "server-0", sink)
+    running = asyncio.create_task(receiver.run())
+    loop = asyncio.get_running_loop()
+    port, stream_bytes = await loop.run_in_executor(None, commands.recv)
+    bare = SPAWN.Process(target=receive_barely, args=(port, stream_bytes), daemon=True)
+    bare.start()
+
+    async def order(command: str) -> float:
+        commands.send(command)
+        return await loop.run_in_executor(None, commands.recv)
+
+    await order("bare"), await order("publish")  # connects, and touches the memory
+    idle: dict[str, list[float]] = {"bare": [], "publish": []}
+    pauses, loads = [], []
+    for _ in range(arguments.rounds):
+        for command, times in idle.items():
+            times.append(await order(command))
+    sink.decoding = decoding = Decoding(engine, arguments.requests)
+    await asyncio.sleep(3)
+    alone = []
+    for _ in range(arguments.rounds):
+        alone.append(await decoding.rate(2.0))
+        await order("publish")
+        assert receiver.last_update is not None
+        pauses.append(receiver.last_update.pause_seconds)
+        loads.append(receiver.last_update.load_seconds)
+    decoding.stop()
+    commands.send("end")
+    bare.kill()
+    running.cancel()
+    await asyncio.wait([running])
+    engine.shutdown()
+    best = {command: stream_bytes / statistics.median(times) / 1e9 for command, times in idle.items()}
+    during = sum(t for t, _ in sink.staged) / sum(s for _, s in sink.staged)
+    return {
+        "model_megabytes": stream_bytes / 1e6,
+        "bare_gigabytes_per_second": best["bare"],
+        "publish_gigabytes_per_second": best["publish"],
+        "publish_over_bare": best["publish"] / best["bare"],
+        "decode_tokens_per_second_alone": statistics.mean(alone),
+        "decode_tokens_per_second_while_staging": during,
+        "decode_while_staging_over_alone": during / statistics.mean(alone),
+        "stage_seconds_while_decoding": statistics.median(s for _, s in sink.staged),
+        "pause_seconds_median": statistics.median(pauses),
+        "pause_seconds_max": max(pauses),
+        "rounds": arguments.rounds,
+        "requests": arguments.requests,
+        "vllm_cores": os.environ["VLLM_CPU_OMP_THREADS_BIND"],
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--model", default=".cache/models/SmolLM2-135M-Instruct")
+    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--requests", type=int, default=32)
+    parser.add_argument("--cores", default="0-1", help="VLLM_CPU_OMP_THREADS_BIND")
+    arguments = parser.parse_args()
+    os.environ |= {"HF_HUB_OFFLINE": "1", "VLLM_CPU_OMP_THREADS_BIND": arguments.cores}
+    address = "tcp://127.0.0.1:5712"
+    ours, theirs = SPAWN.Pipe()
+    learner = SPAWN.Process(target=learn, args=(address, arguments.model, theirs), daemon=True)
+    learner.start()
+    write_result("publish_bandwidth", asyncio.run(measure(arguments, address, ours)))
+    learner.join(10)
+
+
+if __name__ == "__main__":
+    main()
