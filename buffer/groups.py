@@ -193,8 +193,7 @@ def _check_runs(tokens: _Tokens, total: int) -> NDArray[np.bool_]:
 def _check_ranges(tokens: _Tokens, mask: NDArray[np.uint8]) -> None:
     if int(tokens.token_ids.min()) < 0:
         raise BadMessage(f"token_ids: expected 0 or more, got {int(tokens.token_ids.min())}")
-    # One pass tells of NaN and of both infinities: their sum with anything is not finite.
-    if not np.isfinite(tokens.behavior_logprobs.sum(dtype=np.float64)):
+    if not np.isfinite(tokens.behavior_logprobs).all():
         raise BadMessage("behavior_logprobs: expected finite numbers, got NaN or infinity")
     highest = float(tokens.behavior_logprobs.max())
     if highest > LOGPROB_SLACK:

@@ -1,0 +1,75 @@
+"""What is in a run's buffer, read beside a live service or after it: plain numbers for `slipstream buffer
+inspect`."""
+
+import sqlite3
+from pathlib import Path
+from typing import Any
+
+from buffer.database import read_only
+
+
+def inspect(run_dir: Path) -> dict[str, Any]:
+    """Counts, versions, staleness histogram, oldest stored group, drops by rule.
+
+    Raises:
+        ValueError: There is no buffer in the folder.
+    """
+    path = run_dir / "buffer.sqlite"
+    if not path.is_file():
+        raise ValueError(f"{path}: no such file; expected the run_dir of a run whose buffer was started")
+    connection = read_only(path)
+    try:
+        return _inspect(connection)
+    except sqlite3.DatabaseError as error:
+        raise ValueError(f"{path}: cannot be read as a buffer's store: {error}") from None
+    finally:
+        connection.close()
+
+
+def _inspect(connection: sqlite3.Connection) -> dict[str, Any]:
+    def pairs(statement: str) -> dict[Any, int]:
+        return dict(connection.execute(statement).fetchall())
+
+    # One snapshot for all of it, while the service writes on.
+    connection.execute("BEGIN")
+    facts = dict(connection.execute("SELECT name, value FROM facts").fetchall())
+    oldest = connection.execute(
+        "SELECT group_id, prompt_id, oldest_version, tokens FROM groups WHERE state = 'stored' "
+        "ORDER BY oldest_version, turn LIMIT 1"
+    ).fetchone()
+    ledger: dict[int, dict[str, int]] = {}
+    for epoch, state, count in connection.execute(
+        "SELECT epoch, state, count(*) FROM prompts WHERE kind = 'train' GROUP BY epoch, state ORDER BY epoch,
+        state"
+    ):
+        ledger.setdefault(epoch, {})[state] = count
+    return {
+        "run_id": facts.get("run_id"),
+        "published": facts.get("published"),
+        "frontier": facts.get("frontier", 0),
+        "committed": facts.get("committed", 0),
+        "finished": facts.get("finished"),
+        "groups": pairs("SELECT state, count(*) FROM groups GROUP BY state"),
+        "leases": pairs("SELECT name, count(*) FROM leases GROUP BY name ORDER BY name"),
+        "prompts": ledger,
+        "stored_versions": pairs(
+            "SELECT oldest_version, count(*) FROM groups WHERE state = 'stored' GROUP BY oldest_version"
+        ),
+        "staleness": pairs(
+            "SELECT batch - oldest_version, count(*) FROM groups WHERE batch IS NOT NULL GROUP BY 1 ORDER BY
+            1"
+        ),
+        "oldest": None
+        if oldest is None
+        else dict(zip(("group_id", "prompt_id", "oldest_version", "tokens"), oldest, strict=True)),
+        "dropped": pairs("SELECT rule, count(*) FROM prompts WHERE state = 'dropped' GROUP BY rule"),
+        "counters": pairs("SELECT name, value FROM counters ORDER BY name"),
+        "eval_scores": dict(
+            connection.execute(
+                "SELECT version, score FROM evals WHERE state != 'open' ORDER BY version"
+            ).fetchall()
+        ),
+        "payload_bytes": connection.execute(
+            "SELECT coalesce(sum(length(arrays)), 0) FROM payloads"
+        ).fetchone()[0],
+    }

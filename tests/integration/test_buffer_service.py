@@ -1,0 +1,227 @@
+"""The real service and the real client over ZeroMQ: what is refused, what is waited for, how it ends."""
+
+import asyncio
+import json
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import msgpack
+import numpy as np
+import pytest
+import zmq
+import zmq.asyncio
+
+from buffer import wire
+from buffer.client import BufferClient, RunFinished
+from buffer.errors import BadMessage, BufferUnreachable, WrongRun
+from buffer.records import Group, Lease, Trajectory
+
+
+@pytest.fixture
+def service(tmp_path):
+    """Starts the buffer on a free port; returns its address, process and a starter of another one."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps({"prompt": f"p{i}"}) + "\n" for i in range(20)))
+    config = tmp_path / "run.yaml"
+    buffer = {"address": address, "groups_per_batch": 2, "lease_timeout_s": 1.5, "max_message_mib": 1}
+    data = {"train": {"kind": "jsonl", "path": str(rows)}, "shuffle": False}
+    config.write_text(
+        json.dumps({"name": "run", "run_dir": str(tmp_path / "run"), "data": data, "buffer": buffer})
+    )
+    started = []
+
+    def start(*overrides: str):
+        command = [sys.executable, "-m", "buffer", str(config), *overrides]
+        started.append(subprocess.Popen(command, stderr=subprocess.PIPE, text=True))
+        return started[-1]
+
+    yield address, start, tmp_path / "run"
+    for process in started:
+        if process.poll() is None:
+            process.kill()
+        process.communicate(timeout=10)
+
+
+def made_group(lease: Lease, tokens: int = 8) -> Group:
+    mask = np.ones(tokens, np.uint8)
+    trajectory = Trajectory(
+        index=0,
+        token_ids=np.arange(tokens, dtype=np.int32),
+        loss_mask=mask,
+        behavior_logprobs=-mask.astype(np.float32),
+        versions=np.full(tokens, lease.version, np.int32),
+        reward=1.0,
+        reward_parts={},
+        finish_reason="stop",
+    )
+    return Group(f"g-{lease.lease_id}", lease.lease_id, lease.prompt.prompt_id, lease.kind, (trajectory,))
+
+
+def both(address):
+    return BufferClient(address, "rollout", "run", "server-0"), BufferClient(
+        address, "learner", "run", "rank-0"
+    )
+
+
+def test_a_client_may_come_first_and_polls_wait_for_what_unblocks_them(service):
+    address, start, _ = service
+
+    async def run():
+        rollout, learner = both(address)
+        async with rollout, learner:
+            waiting = asyncio.create_task(rollout.lease(2, 20.0))
+            await asyncio.sleep(0.3)
+            start()
+            assert await learner.batch(0, 0, 1, 0.2) is None
+            await learner.published(0)
+            leases = await waiting
+            assert len(leases) == 2
+            batch = asyncio.create_task(learner.batch(0, 0, 1, 20.0))
+            for lease in leases:
+                assert await rollout.deliver(made_group(lease))
+            began = time.monotonic()
+            assert [g.lease_id for g in (await batch).groups] == [x.lease_id for x in leases]
+            assert time.monotonic() - began < 1.0, "woken by the delivery, not by the next look"
+
+    asyncio.run(asyncio.wait_for(run(), 60))
+
+
+def test_a_silent_server_loses_its_leases_to_another(service):
+    address, start, _ = service
+    start()
+
+    async def run():
+        rollout, learner = both(address)
+        async with rollout, learner, BufferClient(address, "rollout", "run", "server-1") as other:
+            await learner.published(0)
+            lost = await rollout.lease(6, 5.0)
+            assert await other.lease(6, 0.2) == []
+            again = await other.lease(6, 10.0)
+            assert {x.prompt.prompt_id for x in again} == {x.prompt.prompt_id for x in lost}
+            ids = [x.lease_id for x in lost]
+            assert await rollout.renew(ids) == set(ids)
+
+    asyncio.run(asyncio.wait_for(run(), 60))
+
+
+def test_bad_messages_are_answered_counted_and_end_nothing(service):
+    address, start, _ = service
+    start()
+
+    async def run():
+        context = zmq.asyncio.Context()
+        raw = context.socket(zmq.DEALER)
+        raw.connect(address)
+        rollout, learner = both(address)
+        try:
+            async with rollout, learner:
+                await learner.published(0)
+                (lease,) = await rollout.lease(1, 5.0)
+                header = {"schema": wire.SCHEMA, "id": "x", "role": "rollout", "name": "n", "run_id": "run"}
+                for frames, field in [
+                    ([b"\xc1noise"], "header"),
+                    ([b""], "header"),
+                    (
+                        [msgpack.packb({**header, "verb": "lease", "max_groups": -1, "wait_s": 0})],
+                        "max_groups",
+                    ),
+                    ([msgpack.packb({**header, "verb": "published", "version": 9})], "verb"),
+                    ([msgpack.packb({**header, "verb": "deliver"})], "frames"),
+                    ([msgpack.packb({**header, "verb": "deliver"}), b"\x80", b""], "lengths"),
+                ]:
+                    await raw.send_multipart(frames)
+                    (answer,) = await asyncio.wait_for(raw.recv_multipart(), 10)
+                    _, reply = wire.decode_reply(answer)
+                    with pytest.raises(BadMessage, match=field):
+                        wire.raise_if_refused(reply)
+                assert (await rollout.status())["bad_messages"] == 6
+                assert await rollout.deliver(made_group(lease))
+        finally:
+            raw.close(linger=0)
+            context.term()
+
+    asyncio.run(asyncio.wait_for(run(), 60))
+
+
+def test_oversize_another_run_and_silence_are_told(service):
+    address, start, _ = service
+    start()
+
+    async def run():
+        rollout, learner = both(address)
+        async with rollout, learner:
+            await learner.published(0)
+            (lease,) = await rollout.lease(1, 5.0)
+            with pytest.raises(BadMessage, match="max_message_mib"):
+                await rollout.deliver(made_group(lease, tokens=200_000))
+            assert await rollout.deliver(made_group(lease))
+        async with BufferClient(address, "rollout", "other", "server-0") as stranger:
+            with pytest.raises(WrongRun, match="'other'"):
+                await stranger.lease(1, 1.0)
+        async with BufferClient("tcp://127.0.0.1:9", "learner", "run", "rank-0", deadline_s=0.5) as lonely:
+            with pytest.raises(BufferUnreachable, match="tcp://127.0.0.1:9"):
+                await lonely.published(0)
+
+    asyncio.run(asyncio.wait_for(run(), 60))
+
+
+def test_a_second_buffer_a_taken_port_and_a_wide_bind_are_one_clear_line(service, tmp_path):
+    address, start, run_dir = service
+    start()
+
+    async def up():
+        async with BufferClient(address, "observer", "run", "test") as client:
+            await client.status()
+
+    asyncio.run(asyncio.wait_for(up(), 30))
+    for overrides, line in [
+        ((), f"{run_dir}: in use by another buffer"),
+        ((f"run_dir={tmp_path}/elsewhere",), f"buffer.address: {address} is taken"),
+        (
+            (f"run_dir={tmp_path}/wide", "buffer.address=tcp://0.0.0.0:5799"),
+            "buffer.address: tcp://0.0.0.0:5799 reaches",
+        ),
+    ]:
+        process = start(*overrides)
+        _, told = process.communicate(timeout=30)
+        assert process.returncode == 1
+        assert line in told
+        assert len(told.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_it_cleanly(service, number):
+    address, start, run_dir = service
+    process = start()
+
+    async def run():
+        async with BufferClient(address, "learner", "run", "rank-0") as client:
+            await client.published(0)
+
+    asyncio.run(asyncio.wait_for(run(), 30))
+    process.send_signal(number)
+    assert process.wait(10) == 0
+    assert json.loads((run_dir / "metrics" / "buffer.jsonl").read_text().splitlines()[-1])["published"] == 0
+
+
+def test_it_ends_by_itself_once_every_server_was_told(service):
+    address, start, _ = service
+    process = start()
+
+    async def run():
+        rollout, learner = both(address)
+        async with rollout, learner:
+            await learner.published(0)
+            await rollout.lease(1, 5.0)
+            await learner.finished(0)
+            with pytest.raises(RunFinished):
+                await rollout.lease(1, 5.0)
+
+    asyncio.run(asyncio.wait_for(run(), 30))
+    assert process.wait(15) == 0

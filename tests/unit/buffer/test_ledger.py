@@ -1,0 +1,150 @@
+"""A random walk over the store beside a slow oracle: nothing is lost or doubled, nothing stale is trained."""
+
+import collections
+import random
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from buffer.errors import DataExhausted
+
+ROWS, BATCH, STALENESS = 7, 2, 1
+STEPS = (
+    "lease",
+    "deliver",
+    "deliver",
+    "late",
+    "twice",
+    "fail",
+    "time",
+    "batch",
+    "publish",
+    "commit",
+    "restart",
+)
+
+
+@pytest.mark.parametrize("policy", ["fifo", "freshest"])
+@settings(
+    max_examples=25,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+    derandomize=True,
+)
+@given(steps=st.lists(st.sampled_from(STEPS), min_size=20, max_size=120), seed=st.integers(0, 1000))
+def test_every_prompt_is_accounted_for_and_no_stale_token_is_trained(bench, group, policy, steps, seed):
+    b = bench(rows=ROWS, epochs=2, groups_per_batch=BATCH, max_staleness=STALENESS, policy=policy)
+    # What a crash of the machine would cost is not the walk's question; without its fsyncs it goes further.
+    b.store.database.run("PRAGMA synchronous = OFF")
+    b.do(lambda s: s.published(0))
+    walk = Walk(b, group, random.Random(seed))
+    for step in steps:
+        walk.step(step)
+        walk.check()
+
+
+class Walk:
+    """The oracle keeps its own books: versions are numbers it chose, batches are lists it saw."""
+
+    def __init__(self, b, group, chance):
+        self.b, self.group, self.chance = b, group, chance
+        self.held, self.delivered, self.batches = [], [], []
+        self.version = 0
+        self.oldest = {}
+        self.committed = 0
+        self.exhausted = False
+
+    def step(self, name):
+        getattr(self, name)()
+
+    def lease(self):
+        before = self.b.store.stock()
+        leases = self.b.lease(self.chance.randint(1, 4))
+        self.held += leases
+        room = (STALENESS + self.version + 1) * BATCH - BATCH * len(self.batches)
+        assert before.leased + before.stored + len(leases) <= max(room, before.leased + before.stored)
+
+    def deliver(self):
+        if not self.held:
+            return
+        lease = self.held.pop(self.chance.randrange(len(self.held)))
+        oldest = self.chance.randint(min(lease.version, self.version), self.version)
+        made = self.group(lease, versions=(oldest, self.version))
+        if self.b.deliver(made):
+            self.oldest[made.group_id] = oldest
+        self.delivered.append(made)
+
+    def late(self):
+        self.b.now += 11
+        self.b.do(lambda s: s.expire())
+        self.deliver()
+
+    def twice(self):
+        if self.delivered:
+            assert not self.b.deliver(self.chance.choice(self.delivered))
+
+    def fail(self):
+        if self.held:
+            lease = self.held.pop()
+            self.b.do(lambda s: s.give_up(lease.lease_id, "made", self.chance.random() < 0.8))
+
+    def time(self):
+        self.b.now += 6
+        self.b.do(lambda s: s.expire())
+
+    def batch(self):
+        index = len(self.batches)
+        with self.b.store.transaction():
+            try:
+                found = self.b.store.batch(index)
+            except DataExhausted:
+                self.exhausted = True
+                return
+        if found is None:
+            return
+        rows = self.b.store.database.run(
+            "SELECT prompt_id, group_id FROM groups WHERE batch = ? ORDER BY place", index
+        ).fetchall()
+        assert len(rows) == BATCH
+        for _, group_id in rows:
+            assert index - self.oldest[group_id] <= STALENESS
+        self.batches.append((found, rows))
+
+    def publish(self):
+        if self.version < len(self.batches):
+            self.version += 1
+            self.b.do(lambda s: s.published(self.version))
+
+    def commit(self):
+        self.committed = max(self.committed, self.chance.randint(0, self.version))
+        self.b.do(lambda s: s.committed(self.committed))
+
+    def restart(self):
+        self.b.reopen()
+        self.b.store.database.run("PRAGMA synchronous = OFF")
+        for index in range(self.committed, len(self.batches)):
+            assert self.b.batch(index) == self.batches[index][0]
+
+    def check(self):
+        trained = collections.Counter(p for _, rows in self.batches for p, _ in rows)
+        assert not trained or max(trained.values()) == 1, "a prompt is trained once per epoch"
+        states = self.b.ledger()
+        epoch, position = self.b.store.ledger.place()
+        assert set(states) == {f"{e}/{r}" for e in range(epoch) for r in range(ROWS)} | {
+            f"{epoch}/{r}" for r in range(position)
+        }
+        assert {p for p, s in states.items() if s in ("batched", "trained")} == set(trained)
+        stored = {
+            p for (p,) in self.b.store.database.run("SELECT prompt_id FROM groups WHERE state = 'stored'")
+        }
+        leased = {p for (p,) in self.b.store.database.run("SELECT prompt_id FROM leases")}
+        assert {p for p, s in states.items() if s == "stored"} == stored
+        assert {p for p, s in states.items() if s == "leased"} == leased
+        dropped = sum(s == "dropped" for s in states.values())
+        assert dropped == sum(self.b.store.status()["dropped"].values())
+        kept = {q for (q,) in self.b.store.database.run("SELECT sequence FROM payloads")}
+        live = self.b.store.database.run("SELECT sequence FROM groups WHERE state IN ('stored', 'batched')")
+        assert kept == {q for (q,) in live}, (
+            "payloads are kept for exactly the groups that can still be asked for"
+        )

@@ -1,0 +1,323 @@
+from contextlib import suppress
+
+import pytest
+
+from buffer.errors import BadMessage, BatchForgotten, DataExhausted, RunFinished
+
+
+def test_nothing_is_leased_before_a_version_is_published(bench):
+    b = bench()
+    assert b.lease(4) == []
+    b.do(lambda s: s.published(0))
+    assert len(b.lease(4)) == 4
+
+
+def test_admission_paces_by_versions_and_batches(bench, group):
+    b = bench(rows=40)
+    b.do(lambda s: s.published(0))
+    leases = b.lease(100)
+    assert len(leases) == (1 + 0 + 1) * 2
+    assert b.lease(100) == []
+    for lease in leases:
+        assert b.deliver(group(lease))
+    assert b.lease(100) == [], "delivered groups count like leased ones"
+    assert b.batch(0) is not None
+    assert b.lease(100) == [], "a batch taken is still a batch counted, until its version is published"
+    b.do(lambda s: s.published(1))
+    assert len(b.lease(100)) == 2
+
+
+def test_admission_counts_trained_batches_after_a_restart_at_a_high_version(bench, group):
+    b = bench(rows=1000, epochs=None)
+    b.do(lambda s: s.published(0))
+    for index in range(100):
+        for lease in b.lease(2):
+            b.deliver(group(lease))
+        assert b.batch(index) is not None
+        b.do(lambda s, v=index + 1: s.published(v))
+    b.reopen()
+    assert len(b.lease(1000)) == (1 + 1) * 2
+
+
+def test_a_learner_ahead_of_a_lost_store_does_not_open_the_gates(bench):
+    b = bench(rows=1000, epochs=None)
+    b.do(lambda s: s.published(100))
+    assert len(b.lease(1000)) == (1 + 1) * 2
+
+
+def test_capacity_bounds_leases(bench):
+    b = bench(rows=100, capacity=4, max_staleness=1)
+    b.do(lambda s: s.published(50))
+    assert len(b.lease(100)) == 4
+
+
+def test_the_same_request_is_granted_once(bench):
+    b = bench()
+    b.do(lambda s: s.published(0))
+    first = b.lease(2, request_id="r")
+    b.reopen()
+    assert b.lease(2, request_id="r") == first
+    assert b.store.stock().leased == 2
+
+
+def test_a_lease_that_runs_out_returns_its_prompt_first(bench, group):
+    b = bench(lease_timeout_s=10.0)
+    b.do(lambda s: s.published(0))
+    first, second = b.lease(2)
+    b.now = 9.0
+    assert b.do(lambda s: s.renew([second.lease_id, "unknown"])) == {"unknown"}
+    b.now = 10.5
+    assert b.do(lambda s: s.expire()) == 1
+    assert b.do(lambda s: s.renew([first.lease_id, second.lease_id])) == {first.lease_id}
+    (again,) = b.lease(1)
+    assert again.prompt == first.prompt
+    assert again.lease_id != first.lease_id
+
+
+def test_a_restart_gives_leases_their_full_time_again(bench):
+    b = bench(lease_timeout_s=10.0)
+    b.do(lambda s: s.published(0))
+    (lease,) = b.lease(1)
+    b.now = 9.0
+    b.reopen()
+    b.now = 18.0
+    assert b.do(lambda s: s.renew([lease.lease_id])) == set()
+    b.now = 28.5
+    assert b.do(lambda s: s.expire()) == 1
+
+
+def test_a_group_delivered_twice_is_stored_once(bench, group):
+    b = bench()
+    b.do(lambda s: s.published(0))
+    (lease,) = b.lease(1)
+    assert b.deliver(group(lease))
+    assert not b.deliver(group(lease))
+    b.reopen()
+    assert not b.deliver(group(lease))
+    assert not b.deliver(group(lease, group_id="another content for the same prompt"))
+    assert b.store.stock().stored == 1
+    assert b.store.status()["duplicates"] == 3
+
+
+def test_a_late_group_is_kept_and_the_second_lease_taken_back(bench, group):
+    b = bench(lease_timeout_s=10.0)
+    b.do(lambda s: s.published(0))
+    (slow,) = b.lease(1)
+    b.now = 11.0
+    b.do(lambda s: s.expire())
+    (other,) = b.lease(1)
+    assert other.prompt == slow.prompt
+    assert b.deliver(group(slow))
+    assert b.do(lambda s: s.renew([other.lease_id])) == {other.lease_id}
+    assert not b.deliver(group(other)), "done by the first"
+    assert b.store.stock().stored == 1
+
+
+def test_a_duplicate_of_an_evicted_group_does_not_come_back(bench, group):
+    b = bench(max_staleness=0, groups_per_batch=1)
+    b.do(lambda s: s.published(0))
+    (lease,) = b.lease(1)
+    stale = group(lease)
+    assert b.deliver(stale)
+    b.do(lambda s: s.published(1))
+    assert b.batch(1) is None
+    assert b.store.status()["evicted"] == 1
+    assert not b.deliver(stale)
+    (again,) = b.lease(1)
+    assert again.prompt == lease.prompt
+    assert b.deliver(group(again))
+    assert b.batch(1) is not None
+
+
+def test_the_oldest_trained_token_decides_on_eviction(bench, group):
+    b = bench(max_staleness=1, groups_per_batch=1, rows=8)
+    b.do(lambda s: s.published(0))
+    mixed, fresh = b.lease(2)
+    b.do(lambda s: s.published(2))
+    b.deliver(group(mixed, versions=(0, 1, 2, 2)))
+    b.deliver(group(fresh, versions=(1, 1, 2, 2)))
+    found = b.batch(2)
+    assert found is not None
+    assert b.prompts_of(2) == [fresh.prompt.prompt_id]
+    assert b.ledger()[mixed.prompt.prompt_id] == "queued"
+
+
+def test_a_failed_group_is_requeued_three_times_then_dropped(bench):
+    b = bench(rows=1)
+    b.do(lambda s: s.published(0))
+    for _ in range(4):
+        (lease,) = b.lease(1)
+        b.do(lambda s, i=lease.lease_id: s.give_up(i, "reward", True))
+        b.do(lambda s, i=lease.lease_id: s.give_up(i, "reward", True))
+    assert b.lease(1) == []
+    status = b.store.status()
+    assert status["dropped"] == {"failed": 1}
+    assert status["failed"] == {"reward": 4}
+    assert status["requeued"] == {"failed": 3}
+
+
+def test_a_batch_is_the_same_whenever_it_is_asked_for(bench, group):
+    b = bench(rows=40, max_staleness=3)
+    b.do(lambda s: s.published(0))
+    for lease in reversed(b.lease(6)):
+        b.deliver(group(lease))
+    first = b.batch(0)
+    assert b.prompts_of(0) == ["0/0", "0/1"], "fifo: the oldest lease first, whenever it was delivered"
+    second = b.batch(1)
+    b.reopen()
+    assert (b.batch(0), b.batch(1)) == (first, second)
+
+
+def test_fifo_trains_a_straggler_next(bench, group):
+    b = bench(rows=40, groups_per_batch=2, max_staleness=3)
+    b.do(lambda s: s.published(0))
+    straggler, *others = b.lease(6)
+    for lease in others:
+        b.deliver(group(lease))
+    b.batch(0)
+    b.deliver(group(straggler))
+    b.batch(1)
+    assert straggler.prompt.prompt_id in b.prompts_of(1)
+
+
+def test_freshest_takes_the_newest_versions(bench, group):
+    b = bench(rows=40, policy="freshest", max_staleness=5)
+    b.do(lambda s: s.published(0))
+    leases = b.lease(4)
+    for lease, version in zip(leases, (0, 2, 1, 2), strict=True):
+        b.deliver(group(lease, versions=(version,)))
+    b.batch(0)
+    assert b.prompts_of(0) == [leases[1].prompt.prompt_id, leases[3].prompt.prompt_id]
+
+
+def test_groups_without_contrast_are_dropped_counted_and_refilled(bench, group):
+    b = bench(rows=40, dynamic_sampling=True)
+    b.do(lambda s: s.published(0))
+    leases = b.lease(4)
+    assert b.lease(4) == []
+    assert b.deliver(group(leases[0], rewards=(1.0, 1.0)))
+    assert b.deliver(group(leases[1], rewards=(1.0, 0.0)))
+    assert b.store.status()["dropped"] == {"zero_variance": 1}
+    assert len(b.lease(4)) == 1, "its place is free for another prompt"
+    assert not b.deliver(group(leases[0], rewards=(1.0, 1.0)))
+
+
+def test_committed_batches_are_forgotten_and_their_prompts_trained(bench, group):
+    b = bench(rows=40, max_staleness=3)
+    b.do(lambda s: s.published(0))
+    for lease in b.lease(6):
+        b.deliver(group(lease))
+    b.batch(0)
+    kept = b.batch(1)
+    b.do(lambda s: s.committed(1))
+    with pytest.raises(BatchForgotten, match="batch 0 "):
+        b.batch(0)
+    assert b.batch(1) == kept
+    assert b.store.database.one("SELECT count(*) FROM payloads") == 4
+    assert [b.ledger()[f"0/{i}"] for i in range(6)] == ["trained"] * 2 + ["batched"] * 2 + ["stored"] * 2
+    b.do(lambda s: s.committed(1))
+    assert b.store.status()["trained"] == 2
+
+
+def test_used_up_epochs_drop_the_remainder_by_name(bench, group):
+    b = bench(rows=3, epochs=1)
+    b.do(lambda s: s.published(0))
+    for lease in b.lease(4):
+        b.deliver(group(lease))
+    assert b.batch(0) is not None
+    with b.store.transaction(), suppress(DataExhausted):  # a refusal is an answer: what it did is kept
+        b.store.batch(1)
+    with pytest.raises(DataExhausted):
+        b.batch(1)
+    assert b.store.status()["dropped"] == {"remainder": 1}
+
+
+def test_data_is_not_exhausted_while_a_lease_may_still_fill_the_batch(bench, group):
+    b = bench(rows=2, epochs=1)
+    b.do(lambda s: s.published(0))
+    first, second = b.lease(2)
+    b.deliver(group(first))
+    assert b.batch(0) is None
+    b.do(lambda s: s.give_up(second.lease_id, "timeout", True))
+    assert b.batch(0) is None
+
+
+def test_evaluation_goes_first_and_is_never_trained(bench, group):
+    b = bench(rows=40, eval_rows=2)
+    b.do(lambda s: s.published(0))
+    leases = b.lease(3)
+    assert [x.kind for x in leases] == ["eval", "eval", "train"]
+    assert [x.prompt.row["prompt"] for x in leases] == ["e0", "e1", "p0"]
+    assert len(b.lease(100)) == 3, "evaluation is outside admission"
+    b.deliver(group(leases[0], rewards=(1.0, 1.0)))
+    b.deliver(group(leases[1], rewards=(0.0, 1.0)))
+    assert not b.deliver(group(leases[1]))
+    assert b.store.status()["eval_scores"] == {"0": 0.75}
+    assert b.store.stock().stored == 0
+    lines = (b.folder / "eval.jsonl").read_text().splitlines()
+    assert len(lines) == 5
+    assert '"completion": "completion 1"' in lines[1]
+
+
+def test_eval_lines_survive_a_crash_between_file_and_store_once(bench, group):
+    b = bench(rows=40, eval_rows=1)
+    b.do(lambda s: s.published(0))
+    (lease,) = b.lease(1)
+    b.deliver(group(lease))
+    whole = (b.folder / "eval.jsonl").read_text()
+    # As if the file had been written and the power had gone before the commit.
+    b.store.database.run("UPDATE evals SET state = 'closed'")
+    b.store.database.set_fact("eval_bytes", 0)
+    b.reopen()
+    b.do(lambda s: None)
+    assert (b.folder / "eval.jsonl").read_text() == whole
+
+
+def test_evaluation_is_due_by_version_also_when_one_is_skipped(bench, group):
+    b = bench(rows=40, eval_rows=1, eval_every=10)
+    opened = []
+    for version in (0, 3, 9, 11, 12, 20):
+        b.do(lambda s, v=version: s.published(v))
+        opened.append([v for (v,) in b.store.database.run("SELECT version FROM evals ORDER BY version")])
+    assert opened == [[0], [0], [0], [0, 11], [0, 11], [0, 11, 20]]
+
+
+def test_the_run_ends_with_the_final_evaluation_alone(bench, group):
+    b = bench(rows=40, eval_rows=2)
+    b.do(lambda s: s.published(0))
+    train = [x for x in b.lease(4) if x.kind == "train"]
+    for lease in b.lease(4):
+        assert lease.kind == "train"
+    for row in (0, 1):
+        holder = b.store.database.one("SELECT lease_id FROM leases WHERE prompt_id = ?", f"eval/0/{row}")
+        b.do(lambda s, i=holder: s.give_up(i, "reward", False))
+    b.do(lambda s: s.published(1))
+    b.do(lambda s: s.finish(1))
+    assert b.do(lambda s: s.renew([x.lease_id for x in train])) == {x.lease_id for x in train}
+    final = b.lease(10)
+    assert [x.kind for x in final] == ["eval", "eval"]
+    assert b.lease(10) == []
+    for lease in final:
+        assert b.deliver(group(lease))
+    with pytest.raises(RunFinished):
+        b.lease(1)
+    b.reopen()
+    with pytest.raises(RunFinished):
+        b.lease(1)
+
+
+def test_a_group_that_contradicts_its_lease_is_refused(bench, group):
+    b = bench()
+    b.do(lambda s: s.published(0))
+    first, second = b.lease(2)
+    crossed = group(first)
+    object.__setattr__(crossed, "prompt_id", second.prompt.prompt_id)
+    with pytest.raises(BadMessage, match="prompt_id"):
+        b.deliver(crossed)
+
+
+def test_another_run_or_other_data_is_refused(bench):
+    b = bench(rows=4)
+    b.sources.queue.rows[0]["prompt"] = "changed"
+    with pytest.raises(ValueError, match="rows changed"):
+        b.reopen()
