@@ -85,6 +85,22 @@ class Membership:
         """Members of an attempt that have neither loaded nor failed nor dropped it."""
         return [m for m in self._members.values() if m.attempt == attempt and m.phase in ("asked", "ready")]
 
+    def unanswered(self, attempt: int) -> list[Member]:
+        """Members that have not said READY, or anything else, to a PREPARE."""
+        return [member for member in self.of(attempt) if member.phase == "asked"]
+
+    def undropped(self, attempt: int) -> list[Member]:
+        """Members of an aborted attempt that have not said DROPPED; one that loaded need not."""
+        return [member for member in self.of(attempt) if member.phase not in ("dropped", "loaded")]
+
+    def trouble(self, attempt: int, expected: int) -> str | None:
+        """Why an attempt that began with `expected` members cannot end well; None while it can."""
+        members = self.of(attempt)
+        if len(members) < expected:
+            return f"{expected - len(members)} of {expected} members lost"
+        failed = [f"{member.name}: {member.failure}" for member in members if member.phase == "failed"]
+        return failed[0] if failed else None
+
     def of(self, attempt: int) -> list[Member]:
         return [m for m in self._members.values() if m.attempt == attempt]
 

@@ -178,11 +178,14 @@ class Publisher:
     def _assemble(self, version: int, manifest: Manifest) -> BroadcastGroup | None:
         """Get everybody who lacks the version ready, in one group; None when there is nobody.
 
-        Members that do not answer or cannot connect are evicted and the rest tried again.
+        Members that do not answer or cannot connect are evicted and the rest tried again. Who joins meanwhile
+        has to wait for the next publish: else a server that fails and comes back could hold this one for ever.
         """
+        with self._control.changed:
+            here = {member.identity for member in self._members.all()}
         while True:
             with self._control.changed:
-                targets = self._members.lacking(version)
+                targets = [m for m in self._members.lacking(version) if m.identity in here]
             if not targets:
                 return None
             try:
@@ -199,15 +202,12 @@ class Publisher:
             self._epoch += 1
         attempt = self._ask(targets, version, manifest, fresh=kept is None)
         connecting = None if kept is not None else self._connect(1 + sum(m.world_size for m in targets))
-        self._until(lambda: not self._unanswered(attempt), "PREPARE not answered", attempt)
+        self._until(lambda: not self._members.unanswered(attempt), "PREPARE not answered", attempt)
         if connecting is not None:
             self._until(connecting.settled, "the group was not connected", attempt)
             self._group = connecting.result()
         assert self._group is not None
         return self._group
-
-    def _unanswered(self, attempt: int) -> list[Member]:
-        return [member for member in self._members.of(attempt) if member.phase == "asked"]
 
     def _ask(self, targets: list[Member], version: int, manifest: Manifest, fresh: bool) -> int:
         self._attempt += 1
@@ -245,17 +245,9 @@ class Publisher:
             raise TransferFailed(why)
 
     def _watch(self, attempt: int) -> Callable[[], str | None]:
-        """A look, under `changed`, at why an attempt cannot end well; None while it can."""
+        """A look, under `changed`, at why an attempt cannot end well."""
         expected = len(self._seated)
-
-        def broken() -> str | None:
-            members = self._members.of(attempt)
-            if len(members) < expected:
-                return f"{expected - len(members)} of {expected} members lost"
-            failed = [f"{m.name}: {m.failure}" for m in members if m.phase == "failed"]
-            return failed[0] if failed else None
-
-        return broken
+        return lambda: self._members.trouble(attempt, expected)
 
     def _transfer(
         self, group: BroadcastGroup, version: int, manifest: Manifest, stream: Iterator[tuple[str, Tensor]]
@@ -295,16 +287,13 @@ class Publisher:
         with self._control.changed:
             members = [m for m in self._members.of(attempt) if m.phase != "loaded"]
             self._control.send(members, Abort(attempt, reason))
-        self._control.wait(lambda: not self._undropped(attempt), self._answer_timeout_s)
+        self._control.wait(lambda: not self._members.undropped(attempt), self._answer_timeout_s)
         with self._control.changed:
-            stuck = self._undropped(attempt)
+            stuck = self._members.undropped(attempt)
             self._control.evict(stuck, f"no answer to ABORT within {self._answer_timeout_s:g} s ({reason})")
             if not stuck and len(self._members.of(attempt)) == len(self._seated):
                 for member in self._members.of(attempt):  # nobody to blame, so everybody a little
                     self._blame(member)
-
-    def _undropped(self, attempt: int) -> list[Member]:
-        return [m for m in self._members.of(attempt) if m.phase not in ("dropped", "loaded")]
 
     def _blame(self, member: Member) -> None:
         if member.phase != "loaded" and self._members.count_failed_transfer(member):
