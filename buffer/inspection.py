@@ -27,7 +27,7 @@ def inspect(run_dir: Path) -> dict[str, Any]:
 
 
 def _inspect(connection: sqlite3.Connection) -> dict[str, Any]:
-    def pairs(statement: str) -> dict[Any, int]:
+    def pairs(statement: str) -> dict[Any, Any]:
         return dict(connection.execute(statement).fetchall())
 
     # One snapshot for all of it, while the service writes on.
@@ -39,8 +39,8 @@ def _inspect(connection: sqlite3.Connection) -> dict[str, Any]:
     ).fetchone()
     ledger: dict[int, dict[str, int]] = {}
     for epoch, state, count in connection.execute(
-        "SELECT epoch, state, count(*) FROM prompts WHERE kind = 'train' GROUP BY epoch, state ORDER BY epoch,
-        state"
+        "SELECT epoch, state, count(*) FROM prompts WHERE kind = 'train' "
+        "GROUP BY epoch, state ORDER BY epoch, state"
     ):
         ledger.setdefault(epoch, {})[state] = count
     return {
@@ -56,19 +56,15 @@ def _inspect(connection: sqlite3.Connection) -> dict[str, Any]:
             "SELECT oldest_version, count(*) FROM groups WHERE state = 'stored' GROUP BY oldest_version"
         ),
         "staleness": pairs(
-            "SELECT batch - oldest_version, count(*) FROM groups WHERE batch IS NOT NULL GROUP BY 1 ORDER BY
-            1"
+            "SELECT batch - oldest_version, count(*) FROM groups WHERE batch IS NOT NULL "
+            "GROUP BY 1 ORDER BY 1"
         ),
         "oldest": None
         if oldest is None
         else dict(zip(("group_id", "prompt_id", "oldest_version", "tokens"), oldest, strict=True)),
         "dropped": pairs("SELECT rule, count(*) FROM prompts WHERE state = 'dropped' GROUP BY rule"),
         "counters": pairs("SELECT name, value FROM counters ORDER BY name"),
-        "eval_scores": dict(
-            connection.execute(
-                "SELECT version, score FROM evals WHERE state != 'open' ORDER BY version"
-            ).fetchall()
-        ),
+        "eval_scores": pairs("SELECT version, score FROM evals WHERE state != 'open' ORDER BY version"),
         "payload_bytes": connection.execute(
             "SELECT coalesce(sum(length(arrays)), 0) FROM payloads"
         ).fetchone()[0],
