@@ -1,0 +1,93 @@
+"""The command as a user runs it: a process of its own."""
+
+import os
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HOME = Path(__file__).parents[2]
+SLIPSTREAM = Path(sys.executable).with_name("slipstream")
+
+
+def slipstream(*arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"COLUMNS": "100", "NO_COLOR": "1"}
+    return subprocess.run(
+        [str(SLIPSTREAM), *arguments], cwd=HOME, capture_output=True, text=True, timeout=60, env=environment
+    )
+
+
+def seconds_of(*arguments: str) -> float:
+    """Processor time of the command, the least of three: what it costs, whatever else the machine does."""
+    spent: list[float] = []
+    for _ in range(3):
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        slipstream(*arguments)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        spent.append(after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime)
+    return min(spent)
+
+
+def test_help_names_every_command():
+    result = slipstream("--help")
+    assert result.returncode == 0
+    for command in ("run", "buffer", "rollout", "learner", "report", "doctor"):
+        assert f" {command} " in result.stdout
+
+
+@pytest.mark.parametrize("arguments", [("--help",), ("run", "--help")])
+def test_help_takes_less_than_a_second(arguments):
+    assert seconds_of(*arguments) < 1.0
+
+
+def test_a_mistake_in_the_file_takes_less_than_two_seconds():
+    assert seconds_of("run", "configs/demo.yaml", "learner.stepz=3") < 2.0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (("run", "configs/demo.yaml", "learner.stepz=3"), "learner.stepz: unknown key; did you mean steps?"),
+        (("run", "configs/demo.yaml", "lerner.steps=3"), "lerner: unknown section; did you mean learner?"),
+        (("run", "configs/demo.yaml", "nonsense"), "override 'nonsense': expected section.key=value"),
+        (("run", "configs/demo.yaml", "model.path=/nowhere"), "model.path=/nowhere: no config.json in it"),
+        (("run", "nowhere.yaml"), "nowhere.yaml: no such file"),
+        (("run", "configs"), "configs"),
+        (("run",), "Missing argument 'CONFIG'"),
+        (("rum",), "No such command 'rum'"),
+        (("run", "configs/demo.yaml", "--fast"), "No such option: --fast"),
+        (("learner", "configs/demo.yaml", "learner.stepz=3"), "learner.stepz: unknown key"),
+        (("rollout", "configs/demo.yaml", "rollout.serverz=3"), "rollout.serverz: unknown key"),
+        (("buffer", "configs/demo.yaml", "buffer.capacity=1"), "buffer: capacity 1 is below"),
+        (("buffer", "inspect"), "buffer inspect: expected one RUN_DIR"),
+        (("report", "/nowhere"), "/nowhere: no config.yaml in it"),
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_code_2(arguments, told):
+    result = slipstream(*arguments)
+    assert result.returncode == 2
+    assert result.stdout == ""
+    assert told in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+    assert result.stderr.startswith("error: ")
+
+
+@pytest.mark.slow
+def test_doctor_tells_what_there_is():
+    result = slipstream("doctor")
+    assert result.returncode == 0, result.stdout
+    for part in (
+        "python",
+        "cores",
+        "memory",
+        "torch",
+        "vllm",
+        "megatron.core",
+        "CUDA",
+        "buffer port",
+        "ready",
+    ):
+        assert part in result.stdout
+    assert len(result.stdout.splitlines()) < 24

@@ -1,0 +1,182 @@
+"""`slipstream run` with scripted services in the place of the real ones."""
+
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import yaml
+from rich.console import Console
+
+from launch import local
+from launch.experiment import read
+from launch.supervisor import Service
+
+OVERRIDES = ["learner.steps=2", "buffer.address=tcp://127.0.0.1:0", "sync.address=tcp://127.0.0.1:0"]
+
+FINISHES = """
+    import json, pathlib, sys
+    run_dir = pathlib.Path(sys.argv[1])
+    with (run_dir / "metrics.jsonl").open("a") as file:
+        for step in (1, 2):
+            file.write(json.dumps({"step": step, "time": step, "time/step": 1.0, "reward/mean": 0.5}) + "\\n")
+    scores = [{"kind": "score", "version": v, "score": s} for v, s in ((0, 0.2), (2, 0.9))]
+    (run_dir / "eval.jsonl").write_text("".join(json.dumps(s) + "\\n" for s in scores))
+    (run_dir / "model").mkdir()
+    (run_dir / "model" / "config.json").write_text("{}")
+"""
+FAILS = "raise SystemExit('the engine could not start: out of memory')"
+STOPS_EARLY = FINISHES.replace("(1, 2)", "(1,)")
+STAYS = """
+    import signal, sys, time
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    print("up", flush=True)
+    time.sleep(600)
+"""
+
+
+@pytest.fixture
+def start(config_file, tmp_path) -> Callable[..., tuple[int, str]]:
+    """Runs the experiment with these scripts as buffer, server and learner; gives exit code and output."""
+
+    def run(learner: str, others: str = "pass") -> tuple[int, str]:
+        experiment = read(config_file, OVERRIDES)
+
+        def plan(e, _config) -> list[Service]:
+            codes = {"buffer": others, "rollout": others, "learner": learner}
+            return [
+                Service(role, role, [sys.executable, "-c", textwrap.dedent(code), e.run_dir])
+                for role, code in codes.items()
+            ]
+
+        output = io.StringIO()
+        code = local.run(experiment, "slipstream run it.yaml", Console(file=output, width=200), plan)
+        return code, output.getvalue()
+
+    return run
+
+
+def test_a_finished_run_says_what_came_of_it_and_is_not_run_again(start, tmp_path):
+    code, output = start(FINISHES)
+    assert code == 0
+    assert "target 0.8 REACHED: eval score 0.200 → 0.900" in output
+    assert str(tmp_path / "run" / "model") in output
+    assert (tmp_path / "run" / "report" / "summary.json").exists()
+    code, output = start(FAILS)
+    assert code == 0
+    assert "is finished. To train on, raise learner.steps" in output
+    assert "target 0.8 REACHED" in output
+
+
+def test_a_failure_is_told_with_its_reason_and_how_to_go_on(start):
+    code, output = start(FAILS, STAYS)
+    assert code == 1
+    assert "learner │ the engine could not start: out of memory" in output
+    assert "learner ended with code 1; whole log: " in output
+    assert output.rstrip().endswith("slipstream run it.yaml")
+
+
+def test_a_learner_that_ends_before_its_last_step_ends_the_run(start):
+    code, output = start(STOPS_EARLY, STAYS)
+    assert code == 1
+    assert "learner ended at step 1 of 2" in output
+
+
+def test_an_interrupt_stops_cleanly_and_says_how_to_resume(start, tmp_path):
+    def press() -> None:
+        until = time.monotonic() + 20
+        log = tmp_path / "run" / "logs" / "learner.log"
+        while time.monotonic() < until and not (log.exists() and "up" in log.read_text()):
+            time.sleep(0.05)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=press)
+    thread.start()
+    code, output = start(STAYS, STAYS)
+    thread.join()
+    assert code == 130
+    assert "the learner writes a checkpoint" in output
+    assert "To go on from the last checkpoint: slipstream run it.yaml" in output
+
+
+def test_a_resumed_run_tells_what_changed(start, config_file):
+    start(FAILS)
+    changed = yaml.safe_load(config_file.read_text())
+    changed["learner"]["optimizer"] = {"lr": 0.5}
+    config_file.write_text(yaml.safe_dump(changed))
+    _, output = start(FAILS)
+    assert "learner.optimizer.lr 1e-06 → 0.5" in output
+
+
+def test_a_folder_of_another_run_is_refused(start, config_file):
+    start(FAILS)
+    config_file.write_text(config_file.read_text().replace("name: made", "name: other"))
+    with pytest.raises(local.RunError, match="holds the run 'made', not 'other'"):
+        start(FAILS)
+
+
+def test_two_runs_in_one_folder_are_refused(start, tmp_path):
+    run_dir = tmp_path / "run"
+    holder = subprocess.Popen(
+        [sys.executable, "-c", f"""
+import time
+from pathlib import Path
+from launch.local import locked
+with locked(Path({str(run_dir)!r})):
+    print("held", flush=True)
+    time.sleep(600)
+"""],
+        cwd=Path(__file__).parents[3], stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    try:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "held\n"
+        with pytest.raises(local.RunError, match=rf"a run is in progress here \(process {holder.pid}\)"):
+            start(FINISHES)
+    finally:
+        holder.kill()
+        holder.wait()
+        if holder.stdout:
+            holder.stdout.close()
+    assert start(FINISHES)[0] == 0, "the lock of a killed run must not stay"
+
+
+def test_the_services_get_the_written_file_with_addresses_that_are_free(config_file, tmp_path):
+    experiment = local.settle(read(config_file, OVERRIDES))
+    config = tmp_path / "config.yaml"
+    services = local.plan_services(experiment, config)
+    assert [s.name for s in services] == ["buffer", "server-0", "learner"]
+    assert all(str(config) in s.command for s in services)
+    assert not experiment.buffer.address.endswith(":0")
+    assert experiment.buffer.address != experiment.sync.address
+    learner = services[-1]
+    assert learner.stop_signal_to == "children"
+    assert learner.command[1:3] == ["-m", "torch.distributed.run"]
+
+
+def test_unfinished_means_steps_evaluation_or_model_are_missing(make_run, config_file):
+    from launch.history import History
+
+    run_dir = make_run()
+    experiment = read(config_file, [])
+
+    def finished() -> bool:
+        history = History(run_dir)
+        history.refresh()
+        return local.is_finished(experiment, history)
+
+    assert not finished()
+    (run_dir / "model").mkdir()
+    (run_dir / "model" / "config.json").write_text("{}")
+    assert finished()
+    scores = (run_dir / "eval.jsonl").read_text().splitlines(keepends=True)
+    (run_dir / "eval.jsonl").write_text("".join(s for s in scores if json.loads(s)["version"] < 24))
+    assert not finished()
