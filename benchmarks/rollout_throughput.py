@@ -95,10 +95,11 @@ async def serve_round(client: BufferClient, weights: LabelledWeights, index: int
 
 async def bare_round(engine: VLLMEngine, prompts: list[list[int]], options: argparse.Namespace, index: int):
     """The same number of requests, all at once, nothing done with the answers. Tokens, seconds."""
+    from vllm.inputs.engine import tokens_input
 
     async def one(number: int, prompt_ids: list[int]) -> int:
         request = Request(f"bare-{index}-{number}", prompt_ids, options.new_tokens, 1.0, index)
-        prompt = {"prompt_token_ids": prompt_ids, "cache_salt": str(index)}
+        prompt = tokens_input(prompt_ids, cache_salt=str(index))
         answers = engine.llm.generate(prompt, engine.sampling_params(request), request.request_id)
         return [len(answer.outputs[0].token_ids) async for answer in answers][-1]
 

@@ -85,9 +85,10 @@ class VLLMEngine:
         self._sink = VllmSink(self.llm)
 
     async def generate(self, request: Request) -> Completion:
+        from vllm.inputs.engine import tokens_input
         from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
-        prompt = {"prompt_token_ids": request.prompt_ids, "cache_salt": str(request.version)}
+        prompt = tokens_input(request.prompt_ids, cache_salt=str(request.version))
         outputs = self.llm.generate(prompt, self.sampling_params(request), request.request_id)
         try:
             finished = [output async for output in outputs if output.finished]
