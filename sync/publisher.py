@@ -179,7 +179,7 @@ class Publisher:
         """Get everybody who lacks the version ready, in one group; None when there is nobody.
 
         Members that do not answer or cannot connect are evicted and the rest tried again. Who joins meanwhile
-        has to wait for the next publish: else a server that fails and comes back could hold this one for ever.
+        waits for the next publish: else a server that fails and comes back could hold this one for ever.
         """
         with self._control.changed:
             here = {member.identity for member in self._members.all()}

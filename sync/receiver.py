@@ -166,7 +166,6 @@ class Receiver:
     def _handle(self, socket: zmq.asyncio.Socket, message: Message) -> None:
         match message:
             case Prepare():
-                _send(socket, Ready(message.attempt))
                 self._begin(self._update(socket, message))
             case Abort():
                 logger.warning("sync: attempt %d aborted: %s", message.attempt, message.reason)
@@ -201,6 +200,7 @@ class Receiver:
         plan = StagePlan(
             order.version, order.epoch, order.fresh, self._host, order.port, order.first_rank,
             order.group_size, order.backend, order.timeout_s, order.manifest,
+            lambda: _send(socket, Ready(order.attempt)),
         )  # fmt: skip
         async with self._engine:
             try:

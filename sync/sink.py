@@ -1,5 +1,6 @@
 """Where a version goes on the rollout side: the seam between the receiver and an engine. No torch."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -24,6 +25,9 @@ class StagePlan:
     backend: str
     timeout_s: float
     manifest: Manifest
+    accepted: Callable[[], None]
+    """Called by the sink once its ranks have taken the manifest and begun to connect. The learner waits for
+    that, so that a refusal costs the other servers nothing."""
 
 
 class WeightSink(Protocol):
@@ -35,9 +39,9 @@ class WeightSink(Protocol):
         ...
 
     async def stage(self, plan: StagePlan) -> int:
-        """Connect, receive and verify every bucket while generation goes on.
+        """Check the manifest, call `plan.accepted`, then connect, receive and verify every bucket.
 
-        It may be cancelled at any await; `drop` follows then.
+        Generation goes on meanwhile. It may be cancelled at any await; `drop` follows then.
 
         Returns:
             The checksum of all that is staged (`sync.buckets.combine`), the same on every rank.

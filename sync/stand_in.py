@@ -57,6 +57,7 @@ class StandInSink:
         )
         self._tell({"event": "staging", "version": plan.version, "fresh": plan.fresh})
         self._stager.begin(seat, plan.fresh, plan.version, plan.manifest)
+        plan.accepted()
         status = self._stager.status()
         while status["state"] == "receiving":
             await asyncio.sleep(0.01)

@@ -60,13 +60,12 @@ class VllmSink:
         }  # fmt: skip
         request = WeightTransferInitRequest(init_info=order)
         await self._call(self._engine.init_weight_transfer_engine(request), TransferFailed)
+        _raise_failure(await self._status())
+        plan.accepted()
         progress, deadline = -1, 0.0
         while True:
             ranks = await self._status()
-            for rank, status in enumerate(ranks):
-                if status["state"] not in ("receiving", "staged"):
-                    failure = BY_CAUSE.get(str(status.get("cause")), TransferFailed)
-                    raise failure(f"rank {rank}: {status.get('reason', 'nothing is being staged')}")
+            _raise_failure(ranks)
             if all(status["state"] == "staged" for status in ranks):
                 return _same_checksum(ranks)
             buckets = sum(int(status["buckets"]) for status in ranks)
@@ -128,6 +127,13 @@ class VllmSink:
             raise failure(f"the engine did not answer within {CALL_TIMEOUT_S:g} s") from None
         except Exception as error:  # vLLM raises Exception itself for whatever went wrong in a worker
             raise failure(f"the engine: {error}") from error
+
+
+def _raise_failure(ranks: list[dict[str, Any]]) -> None:
+    for rank, status in enumerate(ranks):
+        if status["state"] not in ("receiving", "staged"):
+            failure = BY_CAUSE.get(str(status.get("cause")), TransferFailed)
+            raise failure(f"rank {rank}: {status.get('reason', 'nothing is being staged')}")
 
 
 def _same_checksum(ranks: list[dict[str, Any]]) -> int:

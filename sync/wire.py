@@ -82,7 +82,7 @@ class Prepare:
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """Made by the receiver, read by the publisher: PREPARE is understood, staging begins."""
+    """Made by the receiver, read by the publisher: the engine took the manifest, staging begins."""
 
     attempt: int
 
