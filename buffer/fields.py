@@ -1,6 +1,6 @@
 """Headers: msgpack mappings, and checks of single fields.
 
-Each check returns the value as its type or raises `BadMessage` naming the field.
+Each check returns the value as its type or raises `BadMessage` naming the field, behind `where` it lies.
 """
 
 import math
@@ -15,28 +15,30 @@ MAX_TEXT = 512
 MAX_ITEMS = 1 << 16
 
 
-def text(fields: dict[str, Any], name: str, longest: int = MAX_TEXT) -> str:
+def text(fields: dict[str, Any], name: str, longest: int = MAX_TEXT, *, where: str = "") -> str:
     """A text of 1 to `longest` characters."""
-    value = _field(fields, name)
+    value = _field(fields, name, where)
     if not isinstance(value, str) or not 1 <= len(value) <= longest:
-        raise BadMessage(f"{name}: expected a text of 1 to {longest} characters, got {_short(value)}")
+        raise BadMessage(f"{where}{name}: expected a text of 1 to {longest} characters, got {_short(value)}")
     return value
 
 
-def integer(fields: dict[str, Any], name: str, low: int = 0, high: int = MAX_INT) -> int:
-    value = _field(fields, name)
+def integer(fields: dict[str, Any], name: str, low: int = 0, high: int = MAX_INT, *, where: str = "") -> int:
+    value = _field(fields, name, where)
     if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
-        raise BadMessage(f"{name}: expected an integer from {low} to {high}, got {_short(value)}")
+        raise BadMessage(f"{where}{name}: expected an integer from {low} to {high}, got {_short(value)}")
     return value
 
 
-def number(fields: dict[str, Any], name: str, low: float = -math.inf, high: float = math.inf) -> float:
+def number(
+    fields: dict[str, Any], name: str, low: float = -math.inf, high: float = math.inf, *, where: str = ""
+) -> float:
     """A finite number."""
-    value = _field(fields, name)
+    value = _field(fields, name, where)
     if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
-        raise BadMessage(f"{name}: expected a finite number, got {_short(value)}")
+        raise BadMessage(f"{where}{name}: expected a finite number, got {_short(value)}")
     if not low <= value <= high:
-        raise BadMessage(f"{name}: expected a number from {low} to {high}, got {_short(value)}")
+        raise BadMessage(f"{where}{name}: expected a number from {low} to {high}, got {_short(value)}")
     return float(value)
 
 
@@ -54,15 +56,15 @@ def choice(fields: dict[str, Any], name: str, allowed: tuple[str, ...]) -> str:
     return value
 
 
-def mapping(fields: dict[str, Any], name: str) -> dict[str, Any]:
+def mapping(fields: dict[str, Any], name: str, *, where: str = "") -> dict[str, Any]:
     """A mapping with text keys."""
-    value = _field(fields, name)
+    value = _field(fields, name, where)
     if not isinstance(value, dict):
-        raise BadMessage(f"{name}: expected a mapping, got {_short(value)}")
+        raise BadMessage(f"{where}{name}: expected a mapping, got {_short(value)}")
     items = cast("dict[Any, Any]", value)
     for key in items:
         if not isinstance(key, str):
-            raise BadMessage(f"{name}: expected text keys, got {_short(key)}")
+            raise BadMessage(f"{where}{name}: expected text keys, got {_short(key)}")
     return items
 
 
@@ -77,11 +79,11 @@ def texts(fields: dict[str, Any], name: str) -> list[str]:
     return [text({f"{name}[{i}]": v}, f"{name}[{i}]") for i, v in enumerate(sequence(fields, name))]
 
 
-def _field(fields: dict[str, Any], name: str) -> Any:
-    key = name.rsplit(".", 1)[-1]
-    if key not in fields:
-        raise BadMessage(f"{name}: missing")
-    return fields[key]
+def _field(fields: dict[str, Any], name: str, where: str = "") -> Any:
+    try:
+        return fields[name]
+    except KeyError:
+        raise BadMessage(f"{where}{name}: missing") from None
 
 
 def _short(value: Any) -> str:

@@ -205,17 +205,18 @@ def _check_ranges(tokens: _Tokens, mask: NDArray[np.uint8]) -> None:
 def _trajectory(number_: int, entry: Any, arrays: tuple[NDArray[Any], ...]) -> Trajectory:
     where = f"trajectories[{number_}]"
     fields = mapping({where: entry}, where)
-    parts = mapping(fields, f"{where}.reward_parts")
+    where += "."
+    parts = mapping(fields, "reward_parts", where=where)
     token_ids, loss_mask, behavior_logprobs, versions = arrays
     return Trajectory(
-        index=integer(fields, f"{where}.index"),
+        index=integer(fields, "index", where=where),
         token_ids=token_ids,
         loss_mask=loss_mask,
         behavior_logprobs=behavior_logprobs,
         versions=versions,
-        reward=number(fields, f"{where}.reward"),
-        reward_parts={k: number(parts, f"{where}.reward_parts.{k}") for k in parts},
-        finish_reason=text(fields, f"{where}.finish_reason"),
-        turns=integer(fields, f"{where}.turns", 1),
-        metadata=mapping(fields, f"{where}.metadata"),
+        reward=number(fields, "reward", where=where),
+        reward_parts={name: number(parts, name, where=f"{where}reward_parts.") for name in parts},
+        finish_reason=text(fields, "finish_reason", where=where),
+        turns=integer(fields, "turns", 1, where=where),
+        metadata=mapping(fields, "metadata", where=where),
     )

@@ -147,7 +147,7 @@ class BufferServer:
                 logger.warning("bad message: %s", refusal)
             reply, out = wire.encode_refusal(wire.request_id_of(header), refusal), []
         self.traffic.bytes_out += sum(map(len, out))
-        await self._socket.send_multipart([identity.bytes, reply, *out], copy=False)
+        await self._socket.send_multipart([identity.bytes, reply, *out], copy=not out)
 
     async def _answer(self, request: Request, frames: list[memoryview]) -> Answer:
         if request.role == "rollout":

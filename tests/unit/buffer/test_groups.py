@@ -129,6 +129,17 @@ def test_a_bad_field_is_named(group, field, value):
         decode_group(*encode_group(dataclasses.replace(good, trajectories=(bad,))))
 
 
+def test_a_reward_part_may_have_any_name_and_is_told_by_it(group):
+    good = group(LEASE)
+    parts = {"style.length [x]": 1.0, "a": 0.5}
+    named = dataclasses.replace(good.trajectories[0], reward_parts=parts)
+    got = decode_group(*encode_group(dataclasses.replace(good, trajectories=(named,))))
+    assert got.trajectories[0].reward_parts == parts
+    bad = dataclasses.replace(named, reward_parts={"style.length": float("nan")})
+    with pytest.raises(BadMessage, match=r"trajectories\[0\].reward_parts.style.length: expected a finite"):
+        decode_group(*encode_group(dataclasses.replace(good, trajectories=(bad,))))
+
+
 def test_metadata_that_is_not_plain_is_refused_at_the_sender(group):
     good = group(LEASE)
     bad = dataclasses.replace(good.trajectories[0], metadata={"object": object()})
