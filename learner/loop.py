@@ -70,6 +70,8 @@ def train(parts: Parts) -> Command:
         report = parts.updater.update(shard)
         version += 1
         if version >= parts.frontier:
+            with parts.reporter.timed("wait_loaded"):
+                parts.publishing.settle()
             with parts.reporter.timed("publish"):
                 parts.publishing.publish(version)
         if version % parts.experiment.learner.checkpoint.every == 0 or version == steps:

@@ -194,6 +194,7 @@ class Journal:
 def _sample(step: int, group: Group, trajectory: Trajectory) -> Row:
     sampled = trajectory.versions[trajectory.loss_mask > 0].tolist()
     return {
+        **trajectory.metadata,
         "step": step,
         "prompt_id": group.prompt_id,
         "index": trajectory.index,
@@ -202,7 +203,6 @@ def _sample(step: int, group: Group, trajectory: Trajectory) -> Row:
         "finish_reason": trajectory.finish_reason,
         "tokens": len(sampled),
         "versions": [min(sampled, default=0), max(sampled, default=0)],
-        **trajectory.metadata,
     }
 
 

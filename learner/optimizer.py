@@ -94,11 +94,15 @@ def learning_rate(config: OptimizerConfig, step: int, steps: int) -> float:
     return config.min_lr + (config.lr - config.min_lr) * left
 
 
-def set_rates(optimizer: Any, rate: float, weight_decay: float) -> None:
-    """Give every parameter group its learning rate and weight decay (norms and biases have none)."""
+def set_rates(optimizer: Any, rate: float, config: OptimizerConfig) -> None:
+    """Give every parameter group this step's settings; a resume left it with the checkpoint's.
+
+    Norms and biases have a `wd_mult` of 0: they are not decayed.
+    """
     for group in optimizer.param_groups:
         group["lr"] = rate * group.get("lr_mult", 1.0)
-        group["weight_decay"] = weight_decay * group.get("wd_mult", 1.0)
+        group["weight_decay"] = config.weight_decay * group.get("wd_mult", 1.0)
+        group["betas"], group["eps"] = config.betas, config.eps
 
 
 def apply_gradients(optimizer: Any, clip_grad: float) -> tuple[float, bool]:

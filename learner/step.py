@@ -60,7 +60,7 @@ class Updater:
             # With one update the training pass itself is the proximal policy's.
             self._fill("proximal_logprobs", self._trainable.model, parts)
         rate = learning_rate(learner.optimizer, shard.index, learner.steps)
-        set_rates(self._trainable.optimizer, rate, learner.optimizer.weight_decay)
+        set_rates(self._trainable.optimizer, rate, learner.optimizer)
         report = StepReport(lr=rate)
         for part in parts:
             if not part.total.tokens:

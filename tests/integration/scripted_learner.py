@@ -130,6 +130,8 @@ class RememberingSender:
 def run(job: dict[str, Any]) -> None:
     from learner.service import serve
 
+    if "RANK" in os.environ:
+        _join_world(job["out"])
     out = Path(job["out"])
     out.mkdir(parents=True, exist_ok=True)
     handler = logging.FileHandler(out / f"log-{os.environ.get('RANK', '0')}.txt")
@@ -137,6 +139,16 @@ def run(job: dict[str, Any]) -> None:
     experiment = load(job["config"], [], LearnerExperiment)
     serve(experiment, lambda _: ScriptedBuffer(out, job["options"]), lambda _: RememberingSender(out))
     logging.getLogger().removeHandler(handler)
+
+
+def _join_world(name: str) -> None:
+    """Start the processes' group under a name of its own: they start one for every run."""
+    import torch.distributed as dist
+
+    of = os.environ
+    store = dist.TCPStore(of["MASTER_ADDR"], int(of["MASTER_PORT"]), is_master=False)
+    world = {"rank": int(of["RANK"]), "world_size": int(of["WORLD_SIZE"])}
+    dist.init_process_group("gloo", store=dist.PrefixStore(name, store), **world)
 
 
 def main() -> None:

@@ -49,6 +49,7 @@ class Run:
                 "steps": STEPS,
                 "tokens_per_microbatch": 64,
                 "threads": 1,
+                "processes": layout["tensor"] * layout["pipeline"],
                 "parallel": layout,
                 "optimizer": {"lr": 1e-2, "weight_decay": 0.1, "schedule": "linear", "warmup_steps": 2},
                 "checkpoint": checkpoint,
@@ -240,9 +241,7 @@ def test_a_damaged_checkpoint_is_told_and_the_one_before_it_used(one):
     assert "DAMAGED CHECKPOINT" in run.log
     assert run.damaged_file in run.log
     assert_same(run, one["whole"], rel=0)
-    assert run.told("sent") == [0, 1, 2, 3, 3, 4], (
-        "batch 2 is repeated, version 3 is the frontier"
-    )
+    assert run.told("sent") == [0, 1, 2, 3, 3, 4], "batch 2 is repeated, version 3 is the frontier"
 
 
 def test_sharded_optimizer_state_resumes_exactly_and_under_other_layouts(one, two):

@@ -39,6 +39,8 @@ def test_a_run_as_short_as_its_warmup_and_a_step_beyond_the_end_are_defined():
 
 def test_norms_and_biases_are_not_decayed():
     groups = [{"wd_mult": 1.0, "lr_mult": 1.0}, {"wd_mult": 0.0, "lr_mult": 1.0}]
-    set_rates(SimpleNamespace(param_groups=groups), 0.5, 0.1)
+    config = OptimizerConfig(weight_decay=0.1, betas=(0.8, 0.9))
+    set_rates(SimpleNamespace(param_groups=groups), 0.5, config)
+    assert all(g["betas"] == (0.8, 0.9) for g in groups)
     assert [g["weight_decay"] for g in groups] == [0.1, 0.0]
     assert [g["lr"] for g in groups] == [0.5, 0.5]
