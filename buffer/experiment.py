@@ -12,7 +12,9 @@ from typing import Annotated, Any, Literal, TypeVar
 import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+from buffer.processor import native_dtype
 
 SECTIONS = (
     "name", "run_dir", "seed", "model", "data", "rollout", "buffer", "learner", "sync", "eval", "logging",
@@ -35,8 +37,14 @@ class ModelConfig(Section):
     """Hugging Face folder: config.json, safetensors, tokenizer."""
     max_length: int = Field(default=1024, ge=8)
     """Longest sequence in tokens, prompt and completion together."""
-    dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    """Of the weights in the engine and in the learner's forward pass; master weights are always float32."""
+    dtype: Literal["bfloat16", "float32"] = Field(default_factory=native_dtype)
+    """Of the weights in the engine and in the learner's forward pass; master weights are always float32. `auto`, the
+    default, is what this machine computes fast."""
+
+    @field_validator("dtype", mode="before")
+    @classmethod
+    def _resolve(cls, value: object) -> object:
+        return native_dtype() if value == "auto" else value
 
 
 class JsonlSource(Section):
