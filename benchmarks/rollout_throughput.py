@@ -36,7 +36,7 @@ from rollout.rendering import Renderer
 from rollout.reward_pool import RewardPool
 from rollout.service import load_tokenizer, sampling_plans
 from rollout.tasks import addition
-from rollout.vllm_engine import VLLMEngine
+from rollout.vllm_engine import VLLMEngine, has_fast_bfloat16
 
 MODEL = ".cache/models/SmolLM2-135M-Instruct"
 
@@ -64,7 +64,7 @@ def experiment_file(folder: Path, options: argparse.Namespace) -> Path:
     experiment = {
         "name": "rollout-throughput",
         "run_dir": str(folder / "run"),
-        "model": {"path": MODEL, "max_length": 512},
+        "model": {"path": MODEL, "max_length": 512, "dtype": options.dtype},
         "data": {"train": {"kind": "function", "path": "rollout.tasks.addition:train"}},
         "buffer": {
             "address": f"tcp://127.0.0.1:{port}",
@@ -136,7 +136,10 @@ async def measure(experiment: RolloutExperiment, options: argparse.Namespace) ->
             ]
             for name, side in sides if index % 2 else reversed(sides):
                 tokens, seconds = await side()
-                print(f"round {index} {name}: {tokens} tokens, {seconds:.2f} s, {tokens / seconds:.1f}/s")
+                print(
+                    f"round {index} {name}: {tokens} tokens, {seconds:.2f} s, {tokens / seconds:.1f}/s",
+                    flush=True,
+                )
                 if index:  # the first round warms both up
                     rounds[name].append((tokens, round(seconds, 3)))
         serving.cancel()
@@ -152,6 +155,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     for name, default in (("rounds", 5), ("groups", 24), ("group-size", 8), ("new-tokens", 48)):
         parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--dtype", default="bfloat16" if has_fast_bfloat16() else "float32")
     options = parser.parse_args()
     logging.basicConfig(level="WARNING")
     with tempfile.TemporaryDirectory() as folder:
