@@ -52,7 +52,7 @@ def buffer(
     if config == "inspect":
         if len(overrides or []) != 1:
             raise ValueError("buffer inspect: expected one RUN_DIR")
-        _become("buffer.inspection", *(overrides or []))
+        return _inspect(Path((overrides or [])[0]))
     _check(Path(config), overrides, "buffer")
     _become("buffer", config, *(overrides or []))
 
@@ -94,6 +94,17 @@ def doctor(config: Annotated[Path | None, typer.Argument(metavar="[CONFIG]")] = 
     from launch.doctor import diagnose, print_diagnosis
 
     raise typer.Exit(print_diagnosis(diagnose(config), Console()))
+
+
+def _inspect(run_dir: Path) -> None:
+    """One line a fact; a mapping's entries on the same line."""
+    from buffer.inspection import inspect
+
+    for name, value in inspect(run_dir).items():
+        shown = (
+            ", ".join(f"{k}: {v}" for k, v in value.items()) or "none" if isinstance(value, dict) else value
+        )
+        typer.echo(f"{name.replace('_', ' '):<16} {'none' if shown is None else shown}")
 
 
 def _check(config: Path, overrides: list[str] | None, service: str) -> "WholeExperiment":

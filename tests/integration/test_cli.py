@@ -4,9 +4,11 @@ import os
 import resource
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
+import yaml
 
 HOME = Path(__file__).parents[2]
 SLIPSTREAM = Path(sys.executable).with_name("slipstream")
@@ -62,6 +64,7 @@ def test_a_mistake_in_the_file_takes_less_than_two_seconds():
         (("rollout", "configs/demo.yaml", "rollout.serverz=3"), "rollout.serverz: unknown key"),
         (("buffer", "configs/demo.yaml", "buffer.capacity=1"), "buffer: capacity 1 is below"),
         (("buffer", "inspect"), "buffer inspect: expected one RUN_DIR"),
+        (("buffer", "inspect", "/nowhere"), "/nowhere/buffer.sqlite: no such file"),
         (("report", "/nowhere"), "/nowhere: no config.yaml in it"),
     ],
 )
@@ -72,6 +75,31 @@ def test_a_mistake_is_one_line_and_exit_code_2(arguments, told):
     assert told in result.stderr
     assert len(result.stderr.splitlines()) == 1
     assert result.stderr.startswith("error: ")
+
+
+def test_inspect_tells_what_a_buffer_holds(tmp_path):
+    """Of a store that a real buffer service opened and left."""
+    config = yaml.safe_dump({
+        "name": "inspected", "run_dir": str(tmp_path / "run"),
+        "model": {"path": "unused"}, "buffer": {"address": "tcp://127.0.0.1:0"},
+        "data": {"train": {"kind": "function", "path": "rollout.tasks.addition:train"}},
+    })  # fmt: skip
+    (tmp_path / "inspected.yaml").write_text(config)
+    command = [sys.executable, "-m", "buffer", str(tmp_path / "inspected.yaml")]
+    buffer = subprocess.Popen(command, cwd=HOME, stderr=subprocess.DEVNULL)
+    try:
+        until = time.monotonic() + 30
+        while not (tmp_path / "run" / "metrics" / "buffer.jsonl").exists():
+            assert time.monotonic() < until
+            assert buffer.poll() is None
+            time.sleep(0.1)
+        told = slipstream("buffer", "inspect", str(tmp_path / "run"))
+    finally:
+        buffer.terminate()
+        buffer.wait()
+    assert told.returncode == 0, told.stderr
+    assert "run id           inspected" in told.stdout
+    assert "published        none" in told.stdout
 
 
 @pytest.mark.slow
