@@ -38,8 +38,8 @@ class ModelConfig(Section):
     max_length: int = Field(default=1024, ge=8)
     """Longest sequence in tokens, prompt and completion together."""
     dtype: Literal["bfloat16", "float32"] = Field(default_factory=native_dtype)
-    """Of the weights in the engine and in the learner's forward pass; master weights are always float32. `auto`, the
-    default, is what this machine computes fast."""
+    """Of the weights in the engine and in the learner's forward pass; master weights are always float32.
+    `auto`, the default, is what this machine computes fast."""
 
     @field_validator("dtype", mode="before")
     @classmethod

@@ -1,4 +1,4 @@
-"""Which number format this machine computes models in: what `model.dtype: auto` stands for. Imports no torch."""
+"""Which number format this machine computes models in: what `model.dtype: auto` stands for."""
 
 from pathlib import Path
 from typing import Literal
@@ -12,7 +12,8 @@ def native_dtype(
 ) -> Literal["bfloat16", "float32"]:
     """bfloat16 with a CUDA device or a processor that has it, otherwise float32.
 
-    A processor without it emulates bfloat16: its matrix products were 5 to 15 times slower than float32's on AVX2.
+    A processor without it emulates bfloat16: on AVX2 its matrix products were 5 to 15 times slower than
+    float32's.
     """
     if any(devices.glob("nvidia[0-9]*")):
         return "bfloat16"

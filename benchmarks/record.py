@@ -1,0 +1,31 @@
+"""How a benchmark keeps what it measured: one JSON file per claim, with the machine it ran on."""
+
+import datetime
+import json
+import os
+import platform
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def write_result(name: str, figures: dict[str, Any]) -> Path:
+    """Write and print `results/NAME.json`: the figures, the day, the processor and its cores."""
+    result = {
+        "benchmark": name,
+        "date": datetime.date.today().isoformat(),
+        "machine": f"{_processor()}, {len(os.sched_getaffinity(0))} cores, {platform.system()}",
+        **{k: round(v, 4) if isinstance(v, float) else v for k, v in figures.items()},
+    }
+    path = RESULTS / f"{name}.json"
+    path.write_text(json.dumps(result, indent=2) + "\n")
+    print(json.dumps(result, indent=2))
+    return path
+
+
+def _processor() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.processor()
