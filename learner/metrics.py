@@ -178,7 +178,7 @@ class Journal:
                 row[k]
                 for k in ("step", "reward/mean", "loss", "grad_norm", "staleness/mean", "rho/mean", "ess")
             ),
-            *(row[k] for k in ("tokens", "time/step", "time/wait_batch", "samples_per_second")),
+            *(row[k] for k in ("tokens", "time/step", "time/wait_batch", "samples/s")),
         )
 
     def write_samples(self, step: int, groups: Sequence[Group]) -> None:

@@ -33,8 +33,8 @@ class Reporter:
             **report.row(),
             **self.timed.take(),
             "time/step": seconds,
-            "samples_per_second": about["samples"] / seconds,
-            "tokens_per_second": about["all_tokens"] / seconds,
+            "samples/s": about["samples"] / seconds,
+            "tokens/s": about["all_tokens"] / seconds,
             **sync_row(published),
         }
         if self._journal is None:

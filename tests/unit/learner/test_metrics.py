@@ -53,7 +53,7 @@ def test_staleness_is_that_of_the_oldest_trained_token():
 
 def row(step):
     keys = ("reward/mean", "loss", "grad_norm", "staleness/mean", "rho/mean", "ess")
-    times = ("tokens", "time/step", "time/wait_batch", "samples_per_second")
+    times = ("tokens", "time/step", "time/wait_batch", "samples/s")
     return {"step": step, **dict.fromkeys(keys + times, 1)}
 
 
