@@ -8,7 +8,7 @@ Shapes: S tokens of the micro-batch, H query heads and G key-value heads of this
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -32,7 +32,7 @@ class SegmentLike(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """One call of attention. Rows are padded to the longest; padding is never read by a real query."""
+    """One call of attention: B rows of L queries over K keys each, padded to the longest row."""
 
     queries: Tensor
     """int64 [B, L]: tokens that ask."""
@@ -40,18 +40,21 @@ class Block:
     """int64 [B, K]: tokens they may see."""
     mask: Tensor | None
     """bool [L, K]: which of them each may see; None is plain causal, where queries and keys are the same."""
-    kept: Tensor | None
-    """int64 [number of real queries]: rows of the flattened [B · L] output that are no padding; None keeps
-    all."""
+    real: Tensor
+    """bool [B, L]: false where a query is padding."""
 
 
 @dataclass
 class PackedSegments(PackedSeqParams):
     """Everything the layers need to know of a micro-batch's layout."""
 
-    blocks: list[Block] = field(default_factory=list)
-    order: Tensor | None = None
-    """int64 [S]: where in the concatenated outputs of the blocks each token's is; None if in order."""
+    blocks: tuple[Block, ...] = ()
+    query_index: Tensor | None = None
+    """int64 [Σ B · L]: the blocks' queries, one block after another; None when these are the S tokens."""
+    key_index: Tensor | None = None
+    """int64 [Σ B · K]."""
+    kept: Tensor | None = None
+    """int64 [S]: where the S tokens are among the queries; None when nothing is padded."""
     cos: Tensor | None = None
     """Float [S, 1, 1, D / 2], with sin: the rotation of each token's position."""
     sin: Tensor | None = None
@@ -63,22 +66,24 @@ def pack_segments(
     """Lay out the attention of a micro-batch.
 
     Args:
-        segments: They cover the S tokens without gaps, in order.
+        segments: They cover the S tokens without gaps, in order; every prompt has a token.
         position_ids: int64 [1, S].
         rope: Frequencies of the rotary embedding.
         head_dim: D.
         dtype: In which queries and keys are rotated.
     """
     device = position_ids.device
+    blocks = tuple(block for segment in segments for block in _blocks(segment, device))
+    real = torch.cat([block.real.flatten() for block in blocks])
+    assert int(real.sum()) == position_ids.shape[1], "segments do not cover the micro-batch"
+    padded = not bool(real.all())
     angles = position_ids[0].float()[:, None] * rope.inverse_frequencies(head_dim).to(device)
-    blocks = [block for segment in segments for block in _blocks(segment, device)]
-    rows = [b.queries.flatten() if b.kept is None else b.queries.flatten()[b.kept] for b in blocks]
-    order = torch.cat(rows)
-    in_order = bool((order == torch.arange(len(order), device=device)).all())
     return PackedSegments(
         qkv_format="sbhd",
         blocks=blocks,
-        order=None if in_order else order.argsort(),
+        query_index=torch.cat([block.queries.flatten() for block in blocks]) if padded else None,
+        key_index=torch.cat([block.keys.flatten() for block in blocks]),
+        kept=real.nonzero()[:, 0] if padded else None,
         cos=angles.cos().to(dtype)[:, None, None],
         sin=angles.sin().to(dtype)[:, None, None],
     )
@@ -92,26 +97,25 @@ def _blocks(segment: SegmentLike, device: torch.device) -> list[Block]:
     1,800.
     """
     start, prompt = segment.start, segment.prompt_length
-    lengths = [n for n in segment.completion_lengths if n]
+    lengths = torch.tensor([n for n in segment.completion_lengths if n], device=device)
     if len(lengths) <= 1:
-        whole = start + torch.arange(prompt + sum(lengths), device=device)[None]
-        return [Block(whole, whole, None, None)]
-    own = start + torch.arange(prompt, device=device)[None]
-    longest = max(lengths)
-    ends = torch.tensor(lengths, device=device).cumsum(0)
-    starts = start + prompt + ends - torch.tensor(lengths, device=device)
+        return [_causal(start, prompt + int(lengths.sum()), device)]
+    longest = int(lengths.max())
+    starts = start + prompt + lengths.cumsum(0) - lengths
     offsets = torch.arange(longest, device=device)
-    real = offsets < torch.tensor(lengths, device=device)[:, None]
+    real = offsets < lengths[:, None]
     # Padding repeats the completion's first token: a valid index, masked as a key, dropped as a query.
     queries = starts[:, None] + torch.where(real, offsets, 0)
-    keys = torch.cat([own.expand(len(lengths), -1), queries], dim=1)
+    shared = start + torch.arange(prompt, device=device)
+    keys = torch.cat([shared.expand(len(lengths), -1), queries], dim=1)
     mask = torch.ones(longest, prompt + longest, dtype=torch.bool, device=device).tril(prompt)
-    kept = None if bool(real.all()) else real.flatten().nonzero()[:, 0]
-    return (
-        [Block(own, own, None, None), Block(queries, keys, mask, kept)]
-        if prompt
-        else [Block(queries, keys, mask, kept)]
-    )
+    return [_causal(start, prompt, device), Block(queries, keys, mask, real)]
+
+
+def _causal(start: int, length: int, device: torch.device) -> Block:
+    """Tokens that see themselves and those before them."""
+    tokens = start + torch.arange(length, device=device)[None]
+    return Block(tokens, tokens, None, torch.ones_like(tokens, dtype=torch.bool))
 
 
 class SegmentAttention(torch.nn.Module):
@@ -133,35 +137,46 @@ class SegmentAttention(torch.nn.Module):
     ) -> Tensor:
         """[S, 1, H, D], [S, 1, G, D], [S, 1, G, D] → [S, 1, H · D]; `attention_mask` is unused."""
         packed = packed_seq_params
+        assert packed.key_index is not None
+        dtype = query.dtype
         query = Rotate.apply(query, packed.cos, packed.sin)[:, 0]
         key = Rotate.apply(key, packed.cos, packed.sin)[:, 0]
         value = value[:, 0]
-        dtype = query.dtype
         if query.device.type == "cpu":
             # torch's bfloat16 attention on CPU is four times slower than float32's.
             query, key, value = query.float(), key.float(), value.float()
-        output = torch.cat([self._attend(query, key, value, block) for block in packed.blocks])
-        if packed.order is not None:
-            output = output.index_select(0, packed.order)
+        # One gather for all blocks: a gather's gradient is as large as its source, so one each would cost
+        # blocks · S.
+        if packed.query_index is not None:
+            query = query.index_select(0, packed.query_index)
+        queries = _split(query, [block.queries for block in packed.blocks])
+        keys = _split(key.index_select(0, packed.key_index), [block.keys for block in packed.blocks])
+        values = _split(value.index_select(0, packed.key_index), [block.keys for block in packed.blocks])
+        outputs = map(self._attend, packed.blocks, queries, keys, values)
+        output = torch.cat([rows.transpose(1, 2).flatten(0, 1) for rows in outputs])
+        if packed.kept is not None:
+            output = output.index_select(0, packed.kept)
         return output.to(dtype).flatten(1).unsqueeze(1)
 
-    def _attend(self, query: Tensor, key: Tensor, value: Tensor, block: Block) -> Tensor:
-        output = F.scaled_dot_product_attention(
-            _gather(query, block.queries),
-            _gather(key, block.keys),
-            _gather(value, block.keys),
+    def _attend(self, block: Block, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """[B, H, L, D], [B, G, K, D] twice → [B, H, L, D]."""
+        return F.scaled_dot_product_attention(
+            query,
+            key,
+            value,
             attn_mask=block.mask,
             is_causal=block.mask is None,
             scale=self.scale,
             enable_gqa=True,
         )
-        rows = output.transpose(1, 2).flatten(0, 1)
-        return rows if block.kept is None else rows.index_select(0, block.kept)
 
 
-def _gather(heads: Tensor, index: Tensor) -> Tensor:
-    """[S, heads, D], [B, L] → [B, heads, L, D]."""
-    return heads.index_select(0, index.flatten()).unflatten(0, index.shape).transpose(1, 2)
+def _split(heads: Tensor, indices: list[Tensor]) -> list[Tensor]:
+    """[Σ B · L, heads, D] → [B, heads, L, D] for each block."""
+    parts = heads.split([index.numel() for index in indices])
+    return [
+        part.unflatten(0, index.shape).transpose(1, 2) for part, index in zip(parts, indices, strict=True)
+    ]
 
 
 class Rotate(torch.autograd.Function):

@@ -23,6 +23,16 @@ ARCHITECTURES = {
 }
 """Architecture → (bias on q, k and v; RMSNorm on each head of q and k)."""
 
+REQUIRED = (
+    "hidden_size",
+    "intermediate_size",
+    "max_position_embeddings",
+    "num_attention_heads",
+    "num_hidden_layers",
+    "rms_norm_eps",
+    "vocab_size",
+)
+
 
 @dataclass(frozen=True, slots=True)
 class Rope:
@@ -160,6 +170,9 @@ def from_config(config: dict[str, Any], where: str) -> Family:
         raise ValueError(
             f"{where}: architecture {architecture} is not supported; one of {', '.join(ARCHITECTURES)}"
         )
+    missing = [key for key in REQUIRED if key not in config]
+    if missing:
+        raise ValueError(f"{where}: {', '.join(missing)} not found; expected a Hugging Face config")
     _refuse_unsupported(config, where)
     qkv_bias, qk_norm = ARCHITECTURES[architecture]
     heads = config["num_attention_heads"]

@@ -28,6 +28,7 @@ def family(**changes):
     ("changes", "says"),
     [
         ({"architectures": ["GPT2LMHeadModel"]}, "architecture GPT2LMHeadModel is not supported"),
+        ({"architectures": None}, "architecture none is not supported"),
         ({"attention_bias": True}, "attention_bias true is not supported"),
         ({"hidden_act": "gelu"}, "hidden_act gelu is not supported"),
         ({"sliding_window": 4096}, "sliding_window 4096 is not supported"),
@@ -76,3 +77,10 @@ def test_a_folder_without_config_is_refused(tmp_path):
         families.read(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(SMOL))
     assert families.read(tmp_path).heads == 9
+
+
+def test_a_config_without_sizes_is_refused_by_the_missing_keys():
+    with pytest.raises(ValueError, match=r"^config\.json: hidden_size, vocab_size not found"):
+        families.from_config(
+            {k: SMOL[k] for k in SMOL if k not in ("hidden_size", "vocab_size")}, "config.json"
+        )
