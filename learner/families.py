@@ -139,6 +139,8 @@ class Family:
             bf16=dtype == torch.bfloat16,
             # Micro-batches differ in length, so pipeline stages tell each other the shape.
             variable_seq_lengths=parallel.pipeline > 1,
+            # Of no use to a dense model, but Megatron refuses its default together with the line above.
+            moe_token_dispatcher_type="alltoall",
             # Weights come from the checkpoint: allocate them where they will live and fill nothing.
             use_cpu_initialization=not torch.cuda.is_available(),
             perform_initialization=False,
