@@ -3,8 +3,9 @@
     python benchmarks/demo_against_trl.py
 
 Runs one after the other: TRL in an environment of its own (.cache/trl, made on the first call), then
-`slipstream run configs/demo.yaml` for a few steps. A step is 64 samples of 48 tokens at most on both sides; the
-first step of each is left out, and start-up counts on neither. Writes benchmarks/results/demo_against_trl.json.
+`slipstream run configs/demo.yaml` for a few steps. A step is 64 samples of 48 tokens at most on both
+sides; the first step of each is left out, and start-up counts on neither. Writes
+benchmarks/results/demo_against_trl.json.
 """
 
 import argparse

@@ -2,11 +2,10 @@
 
     python benchmarks/learner_throughput.py
 
-Both train the same groups of the demo's shape with the same loss (policy gradient with PPO's ratio), in the
-type this machine computes fast, alternating in one process, and are compared by samples a second. The plain loop
-pads the samples into batches and computes logits of every position; it is timed without a proximal forward,
-which most such loops also need.
-Writes benchmarks/results/learner_throughput.json.
+Both train the same groups of the demo's shape with the same loss (policy gradient with PPO's ratio), in
+the type this machine computes fast, alternating in one process, and are compared by samples a second. The
+plain loop pads the samples into batches and computes logits of every position; it is timed without a
+proximal forward, which most such loops also need. Writes benchmarks/results/learner_throughput.json.
 """
 
 import argparse

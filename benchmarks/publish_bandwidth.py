@@ -30,6 +30,10 @@ BUCKET_MIB = 64
 SPAWN = multiprocessing.get_context("spawn")
 
 
+def _seat(port: int, rank: int) -> Seat:
+    return Seat("127.0.0.1", port, 1, rank, 2, "gloo", 600)
+
+
 def learn(address: str, model: str, commands: Connection) -> None:
     """The learner's process: publishes, or broadcasts barely, as it is told; answers with the seconds."""
     from transformers import AutoModelForCausalLM
@@ -39,11 +43,10 @@ def learn(address: str, model: str, commands: Connection) -> None:
     manifest = Manifest.layout(specs, BUCKET_MIB << 20)
     publisher = Publisher(SyncConfig(address=address, bucket_mib=BUCKET_MIB), "bench", torch.device("cpu"))
     publisher.start()
-    store, port = listen("127.0.0.1", 60)
+    store, port = listen("127.0.0.1", 600)
     commands.send((port, manifest.stream_bytes))
-    group = BroadcastGroup.connect(Seat("127.0.0.1", port, 1, 0, 2, "gloo", 60), torch.device("cpu"))
     buffer = torch.zeros(BUCKET_MIB << 20, dtype=torch.uint8)
-    version = 0
+    version, group = 0, None
     while (command := commands.recv()) != "end":
         started = time.perf_counter()
         if command == "publish":
@@ -53,6 +56,7 @@ def learn(address: str, model: str, commands: Connection) -> None:
             publisher.wait_loaded()
             version += 1
         else:
+            group = group or BroadcastGroup.connect(_seat(port, 0), torch.device("cpu"))
             for index in range(manifest.num_buckets):
                 start, end = manifest.bucket(index)
                 group.broadcast(buffer[: end - start])
@@ -64,7 +68,7 @@ def learn(address: str, model: str, commands: Connection) -> None:
 
 def receive_barely(port: int, stream_bytes: int) -> None:
     """The other end of the bare broadcast, into memory that is touched already."""
-    group = BroadcastGroup.connect(Seat("127.0.0.1", port, 1, 1, 2, "gloo", 600), torch.device("cpu"))
+    group = BroadcastGroup.connect(_seat(port, 1), torch.device("cpu"))
     stream = torch.zeros(stream_bytes, dtype=torch.uint8)
     while True:
         for start in range(0, stream_bytes, BUCKET_MIB << 20):

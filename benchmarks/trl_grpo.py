@@ -1,4 +1,5 @@
-"""The baseline: TRL's GRPO trainer on the demo's task, run by demo_against_trl.py in an environment of its own.
+"""The baseline: TRL's GRPO trainer on the demo's task, run by demo_against_trl.py in an environment of
+its own.
 
 Prints one JSON line: seconds of each step and samples a step.
 """
