@@ -57,7 +57,8 @@ def train(parts: Parts) -> Command:
     """
     steps, version, saved = parts.experiment.learner.steps, parts.version, parts.version
     if version >= parts.frontier:
-        parts.publishing.publish(version)
+        with parts.reporter.timed("first_publish"):
+            parts.publishing.publish(version)
     command = Command.DONE
     while version < steps:
         with parts.reporter.timed("wait_batch"):

@@ -78,7 +78,8 @@ def objective(
         "rho": rho,
         "rho_squares": rho**2,
         "behavior_k1": -log_rho,
-        "behavior_k3": rho - 1 - log_rho,
+        # expm1 keeps the digits that rho - 1 loses when the policies agree.
+        "behavior_k3": torch.expm1(log_rho) - log_rho,
         "entropy": entropy,
         "clipped": clipped.float() * correction.keep,
         "masked": correction.masked.float(),
@@ -118,7 +119,7 @@ def kl(logprobs: Tensor, reference: Tensor, estimator: Literal["k1", "k2", "k3"]
         return distance
     if estimator == "k2":
         return 0.5 * distance**2
-    return ratio(reference, logprobs) - 1 + distance
+    return torch.expm1(log_ratio(reference, logprobs)) + distance
 
 
 def aggregate(

@@ -74,7 +74,8 @@ class StepReport:
 def effective_share(sums: dict[str, float]) -> float:
     """Effective sample size over the sample size: (Σρ)² / (Σρ² · N), 1 when all ρ are equal."""
     squares, tokens = sums.get("rho_squares", 0.0), sums.get("tokens", 0.0)
-    return sums["rho"] ** 2 / (squares * tokens) if squares and tokens else 0.0
+    # At most 1 but for the last digit of the sums.
+    return min(1.0, sums["rho"] ** 2 / (squares * tokens)) if squares and tokens else 0.0
 
 
 def batch_row(shard: Batch, max_staleness: int) -> Row:
