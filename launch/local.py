@@ -147,7 +147,8 @@ def write_config(e: WholeExperiment, console: Console) -> Path:
             raise RunError(
                 f"{path.parent}: holds the run {old.get('name')!r}, not {e.name!r}; take another run_dir"
             )
-        changes = differences(old, e.model_dump(mode="json"))
+        # A port that was free may be another one at each start; that is no change of the experiment.
+        changes = [c for c in differences(old, e.model_dump(mode="json")) if ".address " not in c]
         if changes:
             console.print(
                 f"changed since the last start: {', '.join(changes)}", highlight=False, markup=False

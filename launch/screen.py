@@ -204,7 +204,7 @@ def _rows(e: WholeExperiment, history: History) -> list[tuple[str, Text]]:
     rows.append(("waiting", _waiting(servers_wait(history), learner_waits(recent))))
     publish, pause = mean_of(recent, "time/publish"), mean_of(recent, "sync/pause_seconds")
     if publish is not None:
-        paused = "" if pause is None else f", generation paused {pause:.2f} s of it"
+        paused = "" if pause is None else f", generation paused {pause:.2f} s"
         rows.append(("publish", Text(f"{publish:.2f} s{paused}")))
     if history.since_opened(history.buffer[-1:]):
         rows.append(("buffer", _buffer(history.buffer[-1])))

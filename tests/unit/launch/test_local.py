@@ -113,7 +113,7 @@ def test_a_resumed_run_tells_what_changed(start, config_file):
     changed["learner"]["optimizer"] = {"lr": 0.5}
     config_file.write_text(yaml.safe_dump(changed))
     _, output = start(FAILS)
-    assert "learner.optimizer.lr 1e-06 → 0.5" in output
+    assert "changed since the last start: learner.optimizer.lr 1e-06 → 0.5\n" in output
 
 
 def test_a_folder_of_another_run_is_refused(start, config_file):
