@@ -150,9 +150,8 @@ def write_config(e: WholeExperiment, console: Console) -> Path:
         # A port that was free may be another one at each start; that is no change of the experiment.
         changes = [c for c in differences(old, e.model_dump(mode="json")) if ".address " not in c]
         if changes:
-            console.print(
-                f"changed since the last start: {', '.join(changes)}", highlight=False, markup=False
-            )
+            told = f"changed since the last start: {', '.join(changes)}"
+            console.print(told, highlight=False, markup=False, soft_wrap=True)
     partial = path.with_suffix(".partial")
     partial.write_text(dump(e))
     partial.rename(path)
