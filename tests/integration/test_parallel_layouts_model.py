@@ -1,0 +1,120 @@
+"""The policy over real processes: every layout computes one process's numbers and saves the same bits."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
+
+pytestmark = pytest.mark.slow
+
+PROGRAM = Path(__file__).with_name("model_layouts.py")
+SIZES = {
+    "vocab_size": 131,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 128,
+}
+MODELS = [
+    ("float32", LlamaConfig(**SIZES, tie_word_embeddings=True)),
+    ("float32", Qwen3Config(**SIZES, head_dim=8)),
+    ("bfloat16", Qwen2Config(**SIZES, tie_word_embeddings=True)),
+]
+LAYOUTS = {"one": (1, 1), "tp2": (2, 1), "pp2": (1, 2), "tp2pp2": (2, 2)}
+
+
+def make_models(folder):
+    torch.manual_seed(5)
+    jobs = []
+    for number, (dtype, config) in enumerate(MODELS):
+        model = AutoModelForCausalLM.from_config(config)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(torch.randn_like(parameter) * 0.15)
+        path = folder / f"model-{number}"
+        model.to(getattr(torch, dtype)).save_pretrained(path)
+        jobs.append({"path": str(path), "dtype": dtype})
+    return jobs
+
+
+def micro_batch(generator, shapes):
+    """Prompts and completions of random tokens, as the fields of a micro-batch."""
+    positions, segments, targets, wanted, size = [], [], [], [], 0
+    width = max(len(lengths) for _, lengths in shapes)
+    for prompt, lengths in shapes:
+        start = size
+        segments.append([start, prompt, *lengths, *[0] * (width - len(lengths))])
+        positions += range(prompt)
+        size += prompt
+        for length in lengths:
+            positions += range(prompt, prompt + length)
+            targets += [start + prompt - 1, *range(size, size + length - 1)]
+            wanted += range(size, size + length)
+            size += length
+    tokens = torch.randint(0, 131, (size,), generator=generator)
+    return {
+        "token_ids": tokens[None],
+        "position_ids": torch.tensor(positions)[None],
+        "segments": torch.tensor(segments),
+        "target_positions": torch.tensor(targets),
+        "target_ids": tokens[torch.tensor(wanted)],
+    }
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """Every layout's folder; the micro-batches differ in length, as trained ones do."""
+    root = tmp_path_factory.mktemp("layouts")
+    models = make_models(root)
+    generator = torch.Generator().manual_seed(8)
+    shapes = [[(9, (7, 3, 12))], [(20, (5,)), (4, (2, 8))], [(6, (4, 4, 4))]]
+    batches = [micro_batch(generator, shape) for shape in shapes]
+    fields = {f"{n}.{name}": tensor for n, batch in enumerate(batches) for name, tensor in batch.items()}
+    save_file(fields, root / "batches.safetensors")
+    for name, (tensor, pipeline) in LAYOUTS.items():
+        out = root / name
+        out.mkdir()
+        job = {"tensor": tensor, "pipeline": pipeline, "out": str(out), "models": models}
+        (out / "job.json").write_text(json.dumps(job | {"batches": str(root / "batches.safetensors")}))
+        torchrun(tensor * pipeline, out)
+    return root
+
+
+def torchrun(processes, out):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", str(processes), str(PROGRAM), str(out / "job.json")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+@pytest.mark.parametrize("number", range(len(MODELS)))
+@pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "one"])
+def test_a_layout_computes_what_one_process_does(runs, layout, number):
+    # Rows of a bfloat16 gradient are rounded where the shards' sums are, hence its wider tolerance.
+    tolerance = 1e-4 if MODELS[number][0] == "float32" else 5e-2
+    expected = load_file(runs / "one" / f"logprobs-{number}.safetensors")["logprobs"]
+    found = load_file(runs / layout / f"logprobs-{number}.safetensors")["logprobs"]
+    torch.testing.assert_close(found, expected, atol=tolerance, rtol=0)
+    expected = load_file(runs / "one" / f"gradients-{number}.safetensors")
+    found = load_file(runs / layout / f"gradients-{number}.safetensors")
+    assert found.keys() == expected.keys()
+    for name, gradient in expected.items():
+        scale = gradient.abs().max().item()
+        torch.testing.assert_close(found[name], gradient, atol=tolerance * scale, rtol=0, msg=name)
+
+
+@pytest.mark.parametrize("number", range(len(MODELS)))
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_layout_saves_the_bits_it_loaded(runs, layout, number):
+    expected = load_file(runs / f"model-{number}" / "model.safetensors")
+    found = load_file(runs / layout / f"saved-{number}" / "model.safetensors")
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(found[name], tensor), name
