@@ -30,6 +30,8 @@ class StepReport:
     """What `learner/step.py` found in one batch, summed over all ranks and the batch's optimizer steps."""
 
     lr: float
+    trained_tokens: int = 0
+    """Of the batch; with equal rewards in a group, more than a gradient comes from."""
     sums: dict[str, float] = field(default_factory=dict)
     grad_norms: list[float] = field(default_factory=list)
     skipped: int = 0
@@ -45,7 +47,7 @@ class StepReport:
         self.skipped += not made
 
     def row(self) -> Row:
-        """Means over the batch's trained tokens."""
+        """Means over the batch's trained tokens that a gradient comes from."""
         of = self.sums
         tokens = max(of.get("tokens", 0.0), 1.0)
         mean = {name: value / tokens for name, value in of.items()}
@@ -55,7 +57,8 @@ class StepReport:
             "lr": self.lr,
             "grad_norm": sum(self.grad_norms) / updates,
             "skipped_updates": self.skipped,
-            "tokens": int(of.get("tokens", 0)),
+            "tokens": self.trained_tokens,
+            "gradient_fraction": of.get("tokens", 0.0) / max(self.trained_tokens, 1),
             "rho/mean": mean.get("rho", 0.0),
             "rho/max": of.get("rho_max", 0.0),
             "ess": effective_share(of),

@@ -95,7 +95,10 @@ class _Bin:
 
 
 def pack(
-    groups: Sequence[Group], advantages: Sequence[NDArray[np.floating]], tokens_per_microbatch: int
+    groups: Sequence[Group],
+    advantages: Sequence[NDArray[np.floating]],
+    tokens_per_microbatch: int,
+    only_moving: bool = False,
 ) -> list[MicroBatch]:
     """Lay the groups out in as few micro-batches as first-fit decreasing finds.
 
@@ -104,6 +107,7 @@ def pack(
         advantages: Per group, one number per trajectory, in the group's order.
         tokens_per_microbatch: Budget of S. A group beyond it is split between completions, with the prompt
             repeated; a single trajectory beyond it gets a micro-batch of its own.
+        only_moving: Leave out trajectories of advantage 0, whose policy loss has no gradient.
 
     Returns:
         The same micro-batches in the same order for the same arguments.
@@ -111,7 +115,8 @@ def pack(
     Raises:
         ValueError: A trajectory whose first token is marked as sampled, or arrays of unequal length.
     """
-    segments = [s for s in _segments(groups, advantages) for s in _split(s, tokens_per_microbatch)]
+    whole = _segments(groups, advantages, only_moving)
+    segments = [part for segment in whole for part in _split(segment, tokens_per_microbatch)]
     # Python's sort is stable: equal lengths stay in the shard's order.
     bins: list[_Bin] = []
     for segment in sorted(segments, key=_segment_length, reverse=True):
@@ -149,7 +154,9 @@ def pad(micro_batches: list[MicroBatch], count: int) -> list[MicroBatch]:
     return micro_batches + [empty() for _ in range(count - len(micro_batches))]
 
 
-def _segments(groups: Sequence[Group], advantages: Sequence[NDArray[np.floating]]) -> list[list[_Row]]:
+def _segments(
+    groups: Sequence[Group], advantages: Sequence[NDArray[np.floating]], only_moving: bool
+) -> list[list[_Row]]:
     """The shard's trajectories, those of one group with the same prompt, token for token, together."""
     segments: list[list[_Row]] = []
     sequence = 0
@@ -158,7 +165,7 @@ def _segments(groups: Sequence[Group], advantages: Sequence[NDArray[np.floating]
         for trajectory, value in zip(group.trajectories, values, strict=True):
             row = _row(group, trajectory, sequence, float(value))
             sequence += 1
-            if row is not None:
+            if row is not None and (value or not only_moving):
                 by_prompt.setdefault(row.prompt.tobytes(), []).append(row)
         segments.extend(by_prompt.values())
     return segments

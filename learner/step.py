@@ -70,6 +70,7 @@ class Updater:
             started = time.perf_counter()
             norm, made = apply_gradients(self._trainable.optimizer, learner.optimizer.clip_grad)
             report.add(sums, norm, made)
+            report.trained_tokens += int(part.total.tokens)
             report.optimizer_seconds += time.perf_counter() - started
             started = time.perf_counter()
         return report
@@ -86,8 +87,11 @@ class Updater:
         for number in range(learner.updates_per_batch):
             mine = [i for i, digest in enumerate(digests) if homes[digest] == number]
             groups = [shard.groups[i] for i in mine]
-            micro_batches = pack(groups, [values[i] for i in mine], learner.tokens_per_microbatch)
-            parts.append(_Part(self._equal_counts(micro_batches), self._denominators(micro_batches)))
+            # A group with equal rewards has nothing to teach: no pass over it changes the gradient.
+            only_moving = not (learner.algorithm.kl.coefficient or learner.algorithm.entropy)
+            budget = learner.tokens_per_microbatch
+            micro_batches = pack(groups, [values[i] for i in mine], budget, only_moving)
+            parts.append(_Part(self._equal_counts(micro_batches), self._denominators(groups)))
         return parts
 
     def _equal_counts(self, micro_batches: list[MicroBatch]) -> list[MicroBatch]:
@@ -95,10 +99,10 @@ class Updater:
         (most,) = collectives.max_over_data([max(1, len(micro_batches))])
         return [m.to(parallel.device()) for m in pad(micro_batches, int(most))]
 
-    def _denominators(self, micro_batches: list[MicroBatch]) -> Denominators:
-        tokens = sum(len(m.target_ids) for m in micro_batches)
-        sequences = sum(len(torch.unique(m.sequence_index)) for m in micro_batches)
-        tokens, sequences = collectives.sum_over_data([tokens, sequences])
+    def _denominators(self, groups: list[Group]) -> Denominators:
+        """Of all trained tokens, also those whose loss is zero without being computed."""
+        counts = [int(t.loss_mask.sum()) for group in groups for t in group.trajectories]
+        tokens, sequences = collectives.sum_over_data([sum(counts), sum(n > 0 for n in counts)])
         return Denominators(tokens, sequences, self._experiment.model.max_length)
 
     def _fill(self, name: str, model: Any, parts: list[_Part]) -> None:

@@ -181,3 +181,11 @@ def test_padding_carries_no_weight():
     assert len(batches) == 2
     assert float(empty().weights.sum()) == 0
     assert len(empty().target_ids) == 1
+
+
+def test_trajectories_without_advantage_can_be_left_out_and_keep_the_others_numbers():
+    groups = [group(trajectory([1, 2], [3, 4]), trajectory([1, 2], [5])), group(trajectory([6], [7, 8]))]
+    (batch,) = pack(groups, [np.array([0.0, 0.5]), np.array([-0.5])], 64, only_moving=True)
+    assert batch.target_ids.tolist() == [5, 7, 8] or batch.target_ids.tolist() == [7, 8, 5]
+    assert sorted(batch.sequence_index.tolist()) == [1, 2, 2]
+    assert pack(groups, [np.zeros(2), np.zeros(1)], 64, only_moving=True) == []
