@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 
-from learner import optimizer_resume
+from learner import optimizer_resume, parallel
 from learner.config import OptimizerConfig, ParallelConfig
+from learner.slots import Slot, slots
 
 logger = logging.getLogger(__name__)
 
@@ -25,13 +26,14 @@ class Trainable:
     """Megatron's; fp32 master weights where the policy is bfloat16."""
 
 
-def make_trainable(model: Any, config: OptimizerConfig, parallel: ParallelConfig) -> Trainable:
+def make_trainable(model: Any, config: OptimizerConfig, layout: ParallelConfig) -> Trainable:
     """Wrap a policy for training. Collective over all ranks."""
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
     from megatron.core.optimizer import get_megatron_optimizer
     from megatron.core.utils import get_model_config
 
+    _mark_split_parameters(model)
     fields = get_model_config(model)
     bfloat16 = fields.params_dtype is torch.bfloat16
     prepare_schedule(fields)
@@ -39,12 +41,12 @@ def make_trainable(model: Any, config: OptimizerConfig, parallel: ParallelConfig
     wrapped = DistributedDataParallel(
         fields,
         DistributedDataParallelConfig(
-            grad_reduce_in_fp32=True, use_distributed_optimizer=parallel.distributed_optimizer
+            grad_reduce_in_fp32=True, use_distributed_optimizer=layout.distributed_optimizer
         ),
         model,
     )
     wrapped.broadcast_params()
-    if parallel.distributed_optimizer:
+    if layout.distributed_optimizer:
         optimizer_resume.apply()
     optimizer = get_megatron_optimizer(
         MegatronOptimizerConfig(
@@ -58,11 +60,35 @@ def make_trainable(model: Any, config: OptimizerConfig, parallel: ParallelConfig
             clip_grad=config.clip_grad,
             bf16=bfloat16,
             params_dtype=fields.params_dtype,
-            use_distributed_optimizer=parallel.distributed_optimizer,
+            use_distributed_optimizer=layout.distributed_optimizer,
         ),
         [wrapped],
     )
     return Trainable(wrapped, optimizer)
+
+
+def _mark_split_parameters(model: Any) -> None:
+    """Say which parameters are a tensor rank's own part, so that the gradient's norm counts every part.
+
+    Megatron takes what is not marked for a copy and counts it on tensor rank 0 only. Its layers mark their
+    weights where they initialize them, which a model read from a checkpoint skips.
+    """
+    from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
+
+    if parallel.tp_size() == 1:
+        return
+    parameters = dict(model.named_parameters())
+    places = slots(model.family, parallel.tp_size(), parallel.pp_size())
+    split = {s.parameter: _split_axis(s) for s in places if s.stage == parallel.pp_rank() and s.is_split}
+    # Tied embeddings lie once more on a last stage that is not the first.
+    for name, axis in {"output_layer.weight": 0, **split}.items():
+        parameter = parameters.get(name)
+        if parameter is not None and not hasattr(parameter, "tensor_model_parallel"):
+            set_tensor_model_parallel_attributes(parameter, True, axis, 1)
+
+
+def _split_axis(slot: Slot) -> int:
+    return int(len(slot.shard_shape) == 2 and slot.shard_shape[1] != slot.whole[0].shape[1])
 
 
 def prepare_schedule(fields: Any) -> None:

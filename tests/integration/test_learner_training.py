@@ -51,7 +51,14 @@ class Run:
                 "threads": 1,
                 "processes": layout["tensor"] * layout["pipeline"],
                 "parallel": layout,
-                "optimizer": {"lr": 1e-2, "weight_decay": 0.1, "schedule": "linear", "warmup_steps": 2},
+                # Gradient norms are about 0.7, so that every step is clipped.
+                "optimizer": {
+                    "lr": 1e-2,
+                    "weight_decay": 0.1,
+                    "schedule": "linear",
+                    "warmup_steps": 2,
+                    "clip_grad": 0.4,
+                },
                 "checkpoint": checkpoint,
                 **learner,
             },
