@@ -21,6 +21,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import uvloop
 import yaml
 from record import write_result
@@ -109,6 +110,16 @@ async def bare_round(engine: VLLMEngine, prompts: list[list[int]], options: argp
     return sum(tokens), time.perf_counter() - start
 
 
+def service_cpu_seconds() -> float:
+    """CPU time so far of all but the engine's own processes: this one, the buffer and the rewards.
+
+    Unlike tokens per second it hardly depends on what else the machine is doing.
+    """
+    processes = [psutil.Process(), *psutil.Process().children(recursive=True)]
+    outside = [p for p in processes if not "".join(p.cmdline()[:1]).startswith("VLLM::")]
+    return sum(p.cpu_times().user + p.cpu_times().system for p in outside)
+
+
 async def measure(experiment: RolloutExperiment, options: argparse.Namespace) -> dict[str, list[Any]]:
     rewards = RewardPool(experiment.rollout.reward)
     await rewards.start()
@@ -135,13 +146,14 @@ async def measure(experiment: RolloutExperiment, options: argparse.Namespace) ->
                 ("bare", lambda i=index, c=chosen: bare_round(engine, c, options, i)),
             ]
             for name, side in sides if index % 2 else reversed(sides):
+                before = service_cpu_seconds()
                 tokens, seconds = await side()
+                spent = service_cpu_seconds() - before
                 print(
-                    f"round {index} {name}: {tokens} tokens, {seconds:.2f} s, {tokens / seconds:.1f}/s",
-                    flush=True,
+                    f"round {index} {name}: {tokens} tokens, {seconds:.2f} s, {spent:.2f} CPU s", flush=True
                 )
                 if index:  # the first round warms both up
-                    rounds[name].append((tokens, round(seconds, 3)))
+                    rounds[name].append((tokens, round(seconds, 3), round(spent, 3)))
         serving.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await serving
@@ -166,7 +178,8 @@ def main() -> None:
         finally:
             buffer.terminate()
             buffer.wait(30)
-    rates = {name: sum(t for t, _ in runs) / sum(s for _, s in runs) for name, runs in rounds.items()}
+    rates = {name: sum(r[0] for r in runs) / sum(r[1] for r in runs) for name, runs in rounds.items()}
+    cpu = {name: 1000 * sum(r[2] for r in runs) / sum(r[0] for r in runs) for name, runs in rounds.items()}
     ratios = [s[0] / s[1] / (b[0] / b[1]) for s, b in zip(rounds["server"], rounds["bare"], strict=True)]
     write_result(
         "rollout_throughput",
@@ -176,9 +189,9 @@ def main() -> None:
             "ratio_median_of_rounds": statistics.median(ratios),
             "server_tokens_per_s": rates["server"],
             "bare_tokens_per_s": rates["bare"],
-            "tokens_and_seconds": {
-                name: [[t, round(s, 3)] for t, s in runs] for name, runs in rounds.items()
-            },
+            "server_cpu_s_per_1000_tokens": cpu["server"],
+            "bare_cpu_s_per_1000_tokens": cpu["bare"],
+            "tokens_seconds_cpu_seconds": rounds,
             "settings": vars(options),
         },
     )
