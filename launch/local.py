@@ -182,7 +182,9 @@ def plan_services(e: WholeExperiment, config: Path) -> list[Service]:
         services.append(Service(f"server-{i}", "rollout", command, visible[i]))
     threads = e.learner.threads or cores.learner_threads
     overrides = [f"learner.threads={threads}"] if on_cpu else []
-    environment = visible[-1] | ({"OMP_NUM_THREADS": str(threads)} if on_cpu else {})
+    # Threads that sleep at barriers leave the core to the engine's threads, where the two share it.
+    on_shared_cores = {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE"}
+    environment = visible[-1] | (on_shared_cores if on_cpu else {})
     command = [*torchrun(e.learner.processes), "learner", str(config), *overrides]
     services.append(Service("learner", "learner", command, environment, stop_signal_to="children"))
     return services

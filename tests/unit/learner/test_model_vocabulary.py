@@ -48,10 +48,11 @@ def test_gradient_is_the_slope_of_the_value(inputs):
     def logprobs(hidden, weight):
         return target_logprobs(hidden, weight, targets, VocabShard(0, VOCAB, None), 0.9)[0]
 
-    # Reductions are float32, so a wide step and a wide tolerance.
+    # Reductions are float32, so a wide step and a wide tolerance. A second backward pass computes the logits
+    # again that the first one used up, equal up to float32.
     hidden.requires_grad_(), weight.requires_grad_()
     assert torch.autograd.gradcheck(
-        logprobs, (hidden, weight), eps=1e-2, atol=1e-3, rtol=1e-2, fast_mode=True
+        logprobs, (hidden, weight), eps=1e-2, atol=1e-3, rtol=1e-2, nondet_tol=1e-5, fast_mode=True
     )
 
 
