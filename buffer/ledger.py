@@ -11,6 +11,8 @@ from buffer.database import Database
 from buffer.prompts import PromptQueue, Row
 from buffer.records import Lease, Prompt
 
+SERVER_STOPPED = "server_stopped"
+"""Why a server that ends hands its leases back."""
 MAX_FAILURES = 3
 """A prompt given up more often than this is dropped by rule `failed`."""
 
@@ -146,7 +148,14 @@ class Ledger:
         self.changed = True
 
     def fail(self, prompt_id: str, reason: str, requeue: bool) -> bool:
-        """Count a failure; whether the prompt goes back to the queue rather than being dropped."""
+        """Count a failure; whether the prompt goes back to the queue rather than being dropped.
+
+        What no try can mend is dropped under its reason's name, what failed too often under `failed`. A server
+        that stops says nothing about the prompt.
+        """
+        if reason == SERVER_STOPPED:
+            self.requeue(prompt_id, SERVER_STOPPED)
+            return True
         self._database.count(f"failed/{reason}")
         failures = self._database.one(
             "UPDATE prompts SET failures = failures + 1 WHERE prompt_id = ? RETURNING failures", prompt_id
@@ -155,5 +164,5 @@ class Ledger:
         if again:
             self.requeue(prompt_id, "failed")
         else:
-            self.drop(prompt_id, "failed")
+            self.drop(prompt_id, "failed" if requeue else reason)
         return again

@@ -10,13 +10,13 @@ def test_inspection_reads_beside_the_writer(bench, group):
     for lease in leases[:3]:
         b.deliver(group(lease))
     b.batch(0)
-    b.do(lambda s: s.give_up(leases[3].lease_id, "reward", False))
+    b.do(lambda s: s.give_up(leases[3].lease_id, "too_long", False))
     seen = inspect(b.folder)
     assert seen["groups"] == {"batched": 2, "stored": 1}
     assert seen["leases"] == {"server-0": 2}
     assert seen["prompts"] == {0: {"batched": 2, "dropped": 1, "leased": 2, "stored": 1}}
     assert seen["staleness"] == {0: 2}
-    assert seen["dropped"] == {"failed": 1}
+    assert seen["dropped"] == {"too_long": 1}
     assert seen["oldest"]["prompt_id"] == "0/2"
     assert (seen["published"], seen["frontier"]) == (0, 1)
 

@@ -156,6 +156,18 @@ def test_a_failed_group_is_requeued_three_times_then_dropped(bench):
     assert status["requeued"] == {"failed": 3}
 
 
+def test_a_server_that_stops_says_nothing_about_its_prompts(bench):
+    b = bench(rows=1)
+    b.do(lambda s: s.published(0))
+    for _ in range(6):
+        (lease,) = b.lease(1)
+        b.do(lambda s, i=lease.lease_id: s.give_up(i, "server_stopped", True))
+    assert len(b.lease(1)) == 1
+    status = b.store.status()
+    assert status["dropped"] == status["failed"] == {}
+    assert status["requeued"] == {"server_stopped": 6}
+
+
 def test_a_batch_is_the_same_whenever_it_is_asked_for(bench, group):
     b = bench(rows=40, max_staleness=3)
     b.do(lambda s: s.published(0))
