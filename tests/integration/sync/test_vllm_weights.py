@@ -1,6 +1,7 @@
 """What the real vLLM generates after publishes is what Hugging Face generates with the same weights."""
 
 import asyncio
+import copy
 import itertools
 import math
 from dataclasses import dataclass
@@ -82,9 +83,11 @@ class Rig:
             )
         return ids[0].tolist()[len(PROMPT) :]
 
-    def logprobs(self, tokens: list[int]) -> list[float]:
+    def logprobs(self, tokens: list[int], wide: bool = False) -> list[float]:
+        """Hugging Face's, in the model's own type or, from the same weights, in float32."""
+        model = copy.deepcopy(self.model).float() if wide else self.model
         with torch.no_grad():
-            logits = self.model(torch.tensor([PROMPT + tokens])).logits[0].float()
+            logits = model(torch.tensor([PROMPT + tokens])).logits[0].float()
         table = torch.log_softmax(logits, dim=-1)
         return [table[len(PROMPT) - 1 + i, token].item() for i, token in enumerate(tokens)]
 
@@ -171,12 +174,23 @@ class Line:
 
 
 def assert_same_policy(rig: Rig, tokens: list[int], logprobs: list[float], exact: bool) -> None:
-    """Greedy tokens are Hugging Face's; where rounding may decide between two, the logprobs still agree."""
+    """In float32 the same greedy tokens and logprobs as Hugging Face.
+
+    In bfloat16 rounding may decide between two tokens, and how far it carries depends on the processor. There
+    the engine is as near to the float32 logprobs as Hugging Face's bfloat16 ones are, within a factor for the
+    few tokens; the weights of another version are some nats away.
+    """
+    own = rig.logprobs(tokens)
     if exact:
         assert tokens == rig.expected(len(tokens))
-    tolerance = 1e-3 if exact else 0.15
-    gaps = [abs(a - b) for a, b in zip(logprobs, rig.logprobs(tokens), strict=True)]
-    assert max(gaps) < tolerance
+        assert max(abs(a - b) for a, b in zip(logprobs, own, strict=True)) < 1e-3
+        return
+    wide = rig.logprobs(tokens, wide=True)
+    assert mean_gap(logprobs, wide) <= 2 * mean_gap(own, wide)
+
+
+def mean_gap(ones: list[float], others: list[float]) -> float:
+    return sum(abs(a - b) for a, b in zip(ones, others, strict=True)) / len(ones)
 
 
 @every_case
