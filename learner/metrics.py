@@ -6,6 +6,7 @@ has some of the completions that were trained.
 
 import json
 import logging
+import math
 import os
 import time
 from collections.abc import Iterable, Sequence
@@ -47,10 +48,10 @@ class StepReport:
         self.skipped += not made
 
     def row(self) -> Row:
-        """Means over the batch's trained tokens that a gradient comes from."""
+        """Means over the batch's trained tokens that a gradient comes from; ρ and ESS of none are None."""
         of = self.sums
         tokens = max(of.get("tokens", 0.0), 1.0)
-        mean = {name: value / tokens for name, value in of.items()}
+        mean = {name: value / tokens for name, value in of.items()} if of.get("tokens") else {}
         updates = max(len(self.grad_norms), 1)
         return {
             "loss": of.get("loss", 0.0) / updates,
@@ -59,7 +60,7 @@ class StepReport:
             "skipped_updates": self.skipped,
             "tokens": self.trained_tokens,
             "gradient_fraction": of.get("tokens", 0.0) / max(self.trained_tokens, 1),
-            "rho/mean": mean.get("rho", 0.0),
+            "rho/mean": mean.get("rho"),
             "rho/max": of.get("rho_max", 0.0),
             "ess": effective_share(of),
             "kl/k1": mean.get("behavior_k1", 0.0),
@@ -74,11 +75,11 @@ class StepReport:
         }
 
 
-def effective_share(sums: dict[str, float]) -> float:
-    """Effective sample size over the sample size: (Σρ)² / (Σρ² · N), 1 when all ρ are equal."""
+def effective_share(sums: dict[str, float]) -> float | None:
+    """Effective sample size over the sample size: (Σρ)² / (Σρ² · N), 1 when all ρ are equal; None of none."""
     squares, tokens = sums.get("rho_squares", 0.0), sums.get("tokens", 0.0)
     # At most 1 but for the last digit of the sums.
-    return min(1.0, sums["rho"] ** 2 / (squares * tokens)) if squares and tokens else 0.0
+    return min(1.0, sums["rho"] ** 2 / (squares * tokens)) if squares and tokens else None
 
 
 def batch_row(shard: Batch, max_staleness: int) -> Row:
@@ -178,10 +179,8 @@ class Journal:
         logger.info(
             "step %d: reward %.3f loss %.4f grad norm %.3f staleness %.2f rho %.3f ess %.3f | %d tokens, "
             "%.1f s (%.1f waiting), %.1f samples/s",
-            *(
-                row[k]
-                for k in ("step", "reward/mean", "loss", "grad_norm", "staleness/mean", "rho/mean", "ess")
-            ),
+            *(row[k] for k in ("step", "reward/mean", "loss", "grad_norm", "staleness/mean")),
+            *(math.nan if row[k] is None else row[k] for k in ("rho/mean", "ess")),
             *(row[k] for k in ("tokens", "time/step", "time/wait_batch", "samples/s")),
         )
 

@@ -36,10 +36,11 @@ def test_means_are_over_the_tokens_of_all_updates_and_the_loss_over_updates():
     assert row["skipped_updates"] == 1
 
 
-def test_nothing_trained_gives_a_row_of_zeros():
-    row = StepReport(lr=0.1).row()
-    assert row["ess"] == 0
-    assert row["rho/mean"] == 0
+def test_a_batch_without_gradient_has_no_ratio():
+    row = StepReport(lr=0.1, trained_tokens=9).row()
+    assert row["ess"] is None
+    assert row["rho/mean"] is None
+    assert row["gradient_fraction"] == 0
 
 
 def test_effective_share_is_one_for_equal_weights_and_one_over_n_for_a_single_one():
