@@ -150,8 +150,8 @@ class Ledger:
     def fail(self, prompt_id: str, reason: str, requeue: bool) -> bool:
         """Count a failure; whether the prompt goes back to the queue rather than being dropped.
 
-        What no try can mend is dropped under its reason's name, what failed too often under `failed`. A server
-        that stops says nothing about the prompt.
+        What no try can mend is dropped under its reason's name, what failed too often under `failed`. A
+        server that stops says nothing about the prompt.
         """
         if reason == SERVER_STOPPED:
             self.requeue(prompt_id, SERVER_STOPPED)
