@@ -271,13 +271,25 @@ def test_a_lost_lease_is_cancelled_not_given_up():
     assert not [name for name in json.dumps(status).split('"') if name.startswith("failed/")]
 
 
+class StuckEngine(ScriptedEngine):
+    """Answers the first requests at once, and none after them."""
+
+    def __init__(self, num_answers):
+        super().__init__(plain_completion)
+        self._num_answers = num_answers
+
+    async def generate(self, request):
+        if len(self.requests) == self._num_answers:
+            self._delay_s = 60
+        return await super().generate(request)
+
+
 def test_the_end_of_the_run_ends_the_loop_and_what_is_in_hand():
     async def go():
-        engine = ScriptedEngine(plain_completion, delay_s=0.0)
+        engine = StuckEngine(num_answers=2 * PLANS["train"].samples)
         bench = Bench(engine, renew_s=0.05)
         async with bench:
             await first_batch(bench)
-            engine._delay_s = 60
             # No place is left to ask for another lease.
             await bench.until(lambda status: status["leased"] == 4)
             await bench.buffer.finished(0)
