@@ -14,6 +14,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
+from buffer.order import parse_split
 from buffer.processor import native_dtype
 
 SECTIONS = (
@@ -50,13 +51,23 @@ class ModelConfig(Section):
 class JsonlSource(Section):
     kind: Literal["jsonl"]
     path: str
-    """A file of one JSON object a line: `prompt` (text or chat messages), optional `answer`, `metadata`."""
+    """A file of one JSON object a line, of any shape of docs/data.md."""
+
+
+class FilesSource(Section):
+    kind: Literal["files"]
+    path: str | Annotated[tuple[str, ...], Field(min_length=1)]
+    """A file, or several that are read as one: JSONL, a JSON array, parquet, arrow, or a folder that Hugging
+    Face `datasets` saved."""
+    adapter: str = "auto"
+    """How a row is read: a name of docs/data.md, `package.module:function` of your own, or `auto` to tell by
+    the keys of the first rows."""
 
 
 class FunctionSource(Section):
     kind: Literal["function"]
     path: str
-    """`package.module:function`; called with `args`, returns a list of rows of the same shape as JSONL's."""
+    """`package.module:function`; called with `args`, returns a list of rows of any shape of docs/data.md."""
     args: dict[str, Any] = {}
 
 
@@ -68,16 +79,49 @@ class ReasoningGymSource(Section):
     args: dict[str, Any] = {}
 
 
-PromptSource = Annotated[JsonlSource | FunctionSource | ReasoningGymSource, Field(discriminator="kind")]
+SingleSource = Annotated[
+    JsonlSource | FilesSource | FunctionSource | ReasoningGymSource, Field(discriminator="kind")
+]
+
+
+class BlendPart(Section):
+    source: SingleSource
+    weight: float = Field(gt=0, allow_inf_nan=False)
+    """Share of the draws, relative to the other parts'."""
+
+
+class BlendSource(Section):
+    kind: Literal["blend"]
+    parts: tuple[BlendPart, ...] = Field(min_length=1)
+
+
+PromptSource = Annotated[
+    JsonlSource | FilesSource | FunctionSource | ReasoningGymSource | BlendSource,
+    Field(discriminator="kind"),
+]
 
 
 class DataConfig(Section):
     train: PromptSource
+    split: str | None = None
+    """Disjoint shares of the rows for the stages: SFT, then reward model or DPO, then RL. "2,4,4" is 20, 40
+    and 40 %; null gives every stage all rows."""
+    on_bad_row: Literal["fail", "skip"] = "fail"
+    """A row that cannot be read ends the start, with its place and the reason, or is left out and counted."""
     epochs: int | None = Field(default=None, ge=1)
-    """Passes over the prompts; null goes round until the learner has made its steps."""
+    """Passes over the rows (for a blend: as many draws as its sources have rows); null goes round until the
+    learner has made its steps."""
     shuffle: bool = True
+    """Each pass in an order of its own."""
     system_prompt: str | None = None
     """Put before every chat prompt that has no system message of its own."""
+
+    @field_validator("split")
+    @classmethod
+    def _three_shares(cls, value: str | None) -> str | None:
+        if value is not None:
+            parse_split(value)
+        return value
 
 
 class EvalConfig(Section):

@@ -37,6 +37,8 @@ def load_rows(source: PromptSource, seed: int) -> list[Row]:
             rows = _function(source)
         case ReasoningGymSource():
             rows = _reasoning_gym(source, seed)
+        case _:
+            raise ValueError(f"data of kind {source.kind} is read by the offline stages only")
     if not rows:
         raise ValueError(
             f"{getattr(source, 'path', None) or source.kind}: no rows; at least one prompt is needed"

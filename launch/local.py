@@ -208,7 +208,7 @@ def _gpu_shares(e: WholeExperiment) -> list[str] | None:
 def announce(e: WholeExperiment, history: History, console: Console) -> None:
     """What is about to run, before anything slow starts."""
     source = e.data.train
-    data = source.dataset if source.kind == "reasoning_gym" else source.path
+    data = source.dataset if source.kind == "reasoning_gym" else getattr(source, "path", source.kind)
     servers = f"{e.rollout.servers} rollout server{'s' * (e.rollout.servers > 1)}"
     ranks = f"{e.learner.processes} learner rank{'s' * (e.learner.processes > 1)}"
     device = f"{len(visible_gpus())} GPU" if visible_gpus() else f"{len(usable_cores())} cores"

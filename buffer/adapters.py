@@ -1,0 +1,268 @@
+"""From a row of any known shape to an `Example`. The shape is told by the keys of the first rows.
+
+The shapes are those of ChatLearn (query/response/score, prompt, text, eval_func/answer), DeepSpeed-Chat
+(prompt/chosen/rejected), Anthropic's HH transcripts, chat messages as OpenAI writes them, and verl.
+"""
+
+import importlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from buffer.examples import BadRow, Example, shown
+
+Row = dict[str, Any]
+
+AUTO = "auto"
+ASSISTANT = "\n\nAssistant:"
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    name: str
+    keys: tuple[str, ...]
+    """Those a row must have (null counts as missing)."""
+    read: Callable[[Row], Example]
+    also: tuple[str, ...] = ()
+    """Keys it reads beside them where they stand."""
+    rank: int = 2
+    """Gives way to an adapter of higher rank whose keys are there too."""
+
+    def __call__(self, row: Any) -> Example:
+        """Read one row.
+
+        Raises:
+            BadRow: A key is missing or of the wrong type.
+        """
+        if not isinstance(row, dict):
+            raise BadRow(f"expected an object with {_listed(self.keys)}, got {type(row).__name__}")
+        for key in self.keys:
+            if row.get(key) is None:
+                found = _listed(sorted(k for k, v in row.items() if v is not None))
+                raise BadRow(f"{key}: missing; read as {self.name}, keys found: {found}")
+        if not isinstance(row.get("metadata") or {}, dict):
+            raise BadRow(f"metadata: expected an object, got {shown(row['metadata'])}")
+        return self.read(row)
+
+    def told(self) -> str:
+        """Name and keys, for the log."""
+        return f"{self.name} ({', '.join((*self.keys, *self.also))})" if self.keys else self.name
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names) or "none"
+
+
+def _prompt(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _responses(value: Any) -> tuple[Any, ...]:
+    return tuple(value) if isinstance(value, list) else (value,)
+
+
+def _plain(row: Row) -> Example:
+    return Example(_prompt(row["prompt"]), (), (), row)
+
+
+def _text(row: Row) -> Example:
+    text = row["text"]
+    if not isinstance(text, str) or f"{ASSISTANT} " not in text:
+        raise BadRow(f'text: expected text with "\\n\\nAssistant: " in it, got {shown(text)}')
+    return Example(text[: text.rindex(f"{ASSISTANT} ") + len(ASSISTANT) + 1], (), (), row)
+
+
+def _query(row: Row) -> Example:
+    query = row["query"]
+    if not isinstance(query, str):
+        raise BadRow(f"query: expected text, got {shown(query)}")
+    return Example(f"\n\nHuman: {query}{ASSISTANT} ", (), (), row)
+
+
+def _answered(key: str) -> Callable[[Row], Example]:
+    def read(row: Row) -> Example:
+        return Example(_prompt(row[key]), _responses(row["response"]), (), row)
+
+    return read
+
+
+def _scored(key: str) -> Callable[[Row], Example]:
+    def read(row: Row) -> Example:
+        responses, scores = _responses(row["response"]), _responses(row["score"])
+        try:
+            # ChatLearn casts scores to integers, so that 0.7 and 0.3 are a tie there; here they stay floats.
+            numbers = tuple(float(s) for s in scores)
+        except (TypeError, ValueError):
+            raise BadRow(f"score: expected numbers, got {shown(row['score'])}") from None
+        return Example(_prompt(row[key]), responses, numbers, row)
+
+    return read
+
+
+def _pair(prompt: Any, chosen: Any, rejected: Any, row: Row) -> Example:
+    if rejected is None:  # some of DeepSpeed-Chat's own data sets have none: good for SFT
+        return Example(prompt, (chosen,), (1.0,), row)
+    return Example(prompt, (chosen, rejected), (1.0, 0.0), row)
+
+
+def _rejected(row: Row) -> Example:
+    return _pair(_prompt(row["prompt"]), row["response"], row["rejected"], row)
+
+
+def _deepspeed(row: Row) -> Example:
+    chosen, rejected = row["chosen"], row.get("rejected")
+    if isinstance(chosen, list):
+        return _conversations(row)
+    return _pair(_prompt(row["prompt"]), chosen, rejected, row)
+
+
+def _transcripts(row: Row) -> Example:
+    """Two whole conversations that differ in their last answer, as text (Anthropic's HH) or as messages."""
+    chosen, rejected = row["chosen"], row["rejected"]
+    if isinstance(chosen, list):
+        return _conversations(row)
+    if not isinstance(chosen, str) or not isinstance(rejected, str):
+        raise BadRow(f"chosen, rejected: expected two texts, got {shown(chosen)} and {shown(rejected)}")
+    cut = chosen.rfind(ASSISTANT) + len(ASSISTANT)
+    if cut < len(ASSISTANT) or chosen[:cut] != rejected[:cut]:
+        raise BadRow('chosen, rejected: expected the same text up to the last "\\n\\nAssistant:"')
+    return _pair(chosen[:cut], chosen[cut:], rejected[cut:], row)
+
+
+def _conversations(row: Row) -> Example:
+    prompt, chosen = _last_turn(row["chosen"], "chosen")
+    if row.get("rejected") is None:
+        return _pair(prompt, chosen, None, row)
+    other, rejected = _last_turn(row["rejected"], "rejected")
+    if prompt != other:
+        raise BadRow("chosen, rejected: expected the same messages but for the last")
+    if not prompt:  # only the answers are messages; the prompt stands apart
+        return _pair(_prompt(row.get("prompt")), chosen, rejected, row)
+    return _pair(prompt, chosen, rejected, row)
+
+
+def _last_turn(messages: Any, key: str) -> tuple[tuple[Any, ...], str]:
+    last = messages[-1] if isinstance(messages, list) and messages else None
+    if not isinstance(last, dict) or last.get("role") != "assistant" or not last.get("content"):
+        raise BadRow(f"{key}: expected messages that end with the assistant's, got {shown(messages)}")
+    return tuple(messages[:-1]), last["content"]
+
+
+def _messages(row: Row) -> Example:
+    messages = row["messages"]
+    if not isinstance(messages, list) or not messages:
+        raise BadRow(f"messages: expected a list of chat messages, got {shown(messages)}")
+    if isinstance(messages[-1], dict) and messages[-1].get("role") == "assistant":
+        prompt, response = _last_turn(messages, "messages")
+        return Example(prompt, (response,), (), row)
+    return Example(tuple(messages), (), (), row)
+
+
+def _verl(row: Row) -> Example:
+    reward = row["reward_model"]
+    if not isinstance(reward, dict):
+        raise BadRow(f"reward_model: expected an object, got {shown(reward)}")
+    if row.get("answer") is None and "ground_truth" in reward:
+        row = {**row, "answer": reward["ground_truth"]}
+    return Example(_prompt(row["prompt"]), (), (), row)
+
+
+ADAPTERS: Mapping[str, Adapter] = {
+    adapter.name: adapter
+    for adapter in (
+        Adapter("prompt", ("prompt",), _plain, also=("answer", "metadata"), rank=1),
+        Adapter("text", ("text",), _text, rank=0),
+        Adapter("query", ("query",), _query, rank=0),
+        Adapter("query-response", ("query", "response"), _answered("query")),
+        Adapter("prompt-response", ("prompt", "response"), _answered("prompt")),
+        Adapter("query-scores", ("query", "response", "score"), _scored("query")),
+        Adapter("prompt-scores", ("prompt", "response", "score"), _scored("prompt")),
+        Adapter("rejected", ("prompt", "response", "rejected"), _rejected),
+        Adapter("math", ("prompt", "eval_func", "answer"), _plain),
+        Adapter("deepspeed", ("prompt", "chosen"), _deepspeed, also=("rejected",)),
+        Adapter("transcripts", ("chosen", "rejected"), _transcripts),
+        Adapter("messages", ("messages",), _messages),
+        Adapter("verl", ("data_source", "prompt", "reward_model"), _verl),
+    )
+}
+
+
+def find(name: str, first_rows: Sequence[Any], where: str) -> Adapter:
+    """The adapter of a source.
+
+    Args:
+        name: One of `ADAPTERS`, `package.module:function`, or `auto` to tell by the rows.
+        first_rows: The first few, at least one.
+        where: The source, for the error.
+
+    Raises:
+        ValueError: Unknown name, or rows of no or of several known shapes.
+    """
+    if ":" in name:
+        return custom(name)
+    if name != AUTO:
+        if name not in ADAPTERS:
+            raise ValueError(f"adapter {name!r}: expected auto, module:function or one of {_known()}")
+        return ADAPTERS[name]
+    for row in first_rows:
+        if not isinstance(row, dict):
+            raise ValueError(f"{where}: expected objects, got {type(row).__name__}")
+    shared = set.intersection(*({k for k, v in row.items() if v is not None} for row in first_rows))
+    fitting = [a for a in ADAPTERS.values() if set(a.keys) <= shared]
+    best = [a for a in fitting if not any(set(a.keys) < set(b.keys) for b in fitting)]
+    best = [a for a in best if a.rank == max(b.rank for b in best)]
+    if len(best) == 1:
+        return best[0]
+    told = f"could be {' or '.join(a.told() for a in best)}" if best else "of no known shape"
+    raise ValueError(
+        f"{where}: {told}; keys found: {_listed(sorted(shared))}; set `adapter` to one of {_known()}"
+    )
+
+
+def _known() -> str:
+    return f"{', '.join(ADAPTERS)} or to a function of yours, module:function"
+
+
+def custom(path: str) -> Adapter:
+    """A function of the user's: row -> `Example`, or a mapping of its fields.
+
+    Raises:
+        ValueError: It cannot be imported.
+    """
+    module, _, name = path.partition(":")
+    try:
+        function = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(f"{path}: cannot be imported as package.module:function: {error}") from None
+
+    def read(row: Row) -> Example:
+        try:
+            made = function(row)
+        except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+            raise BadRow(f"{path} raised {type(error).__name__}: {error}") from error
+        if isinstance(made, Mapping):
+            fields = {"responses": (), "scores": (), "row": row, **made}
+            unknown = sorted(set(fields) - {"prompt", "responses", "scores", "row"})
+            if unknown or "prompt" not in fields:
+                raise BadRow(f"{path} returned {_listed(sorted(made))}; expected the fields of an Example")
+            made = Example(
+                _prompt(fields["prompt"]), tuple(fields["responses"]), tuple(fields["scores"]), fields["row"]
+            )
+        if not isinstance(made, Example):
+            raise BadRow(f"{path} returned {type(made).__name__}; expected an Example or its fields")
+        return made
+
+    return Adapter(path, (), read)
+
+
+def plain(value: Any) -> Any:
+    """`value` as JSON would give it back.
+
+    Raises:
+        BadRow: JSON has no word for something in it.
+    """
+    try:
+        return json.loads(json.dumps(value))
+    except (TypeError, ValueError) as error:
+        raise BadRow(f"only plain JSON values can be sent: {error}") from None

@@ -1,0 +1,88 @@
+"""One record for every stage's data, whatever shape its file has."""
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any, Literal, get_args
+
+Stage = Literal["sft", "reward", "dpo", "rl"]
+STAGES: tuple[Stage, ...] = get_args(Stage)
+
+
+class BadRow(ValueError):
+    """A row that cannot be used; the text says why, and `where` it stands once that is known."""
+
+    def __init__(self, reason: str, where: str = "") -> None:
+        super().__init__(f"{where}: {reason}" if where else reason)
+        self.reason = reason
+
+    def at(self, where: str) -> "BadRow":
+        """The same, told with its place."""
+        return BadRow(self.reason, where)
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """A prompt with what was answered to it.
+
+    Raises:
+        BadRow: A field is of the wrong type; the text names it.
+    """
+
+    prompt: str | tuple[dict[str, Any], ...]
+    """Text, or chat messages (`role`, `content`)."""
+    responses: tuple[str, ...]
+    """None for an RL prompt, one for SFT, two or more for the reward model and DPO."""
+    scores: tuple[float, ...]
+    """As many as responses, or none; a chosen/rejected pair has (1.0, 0.0)."""
+    row: dict[str, Any]
+    """The whole row as the file has it (answer, eval_func, metadata…): plain JSON."""
+
+    def __post_init__(self) -> None:
+        _check_prompt(self.prompt)
+        for response in self.responses:
+            if not isinstance(response, str):
+                raise BadRow(f"response: expected text, got {shown(response)}")
+        if self.scores and len(self.scores) != len(self.responses):
+            raise BadRow(f"{len(self.responses)} responses but {len(self.scores)} scores")
+        for score in self.scores:
+            if isinstance(score, bool) or not isinstance(score, int | float) or not math.isfinite(score):
+                raise BadRow(f"score: expected a finite number, got {shown(score)}")
+
+    def fitted(self, stage: Stage) -> "Example":
+        """What a stage trains on: no response for `rl`; the best scored one for `sft`; all of them, with
+        their scores, for `reward` and `dpo`.
+
+        Raises:
+            BadRow: The stage needs more responses than there are.
+        """
+        match stage:
+            case "rl":
+                return replace(self, responses=(), scores=())
+            case "sft":
+                if not self.responses:
+                    raise BadRow("sft needs a response, this row has none")
+                best = max(range(len(self.responses)), key=lambda i: self.scores[i]) if self.scores else 0
+                return replace(self, responses=(self.responses[best],), scores=())
+            case "reward" | "dpo":
+                if len(self.responses) < 2 or not self.scores:
+                    raise BadRow(
+                        f"{stage} needs two responses with scores, this row has {len(self.responses)}"
+                        f"{'' if self.scores else ' without scores'}"
+                    )
+                return self
+
+
+def _check_prompt(prompt: Any) -> None:
+    if isinstance(prompt, tuple):
+        for message in prompt:
+            if not isinstance(message, dict) or not {"role", "content"} <= set(message):
+                raise BadRow(
+                    f"prompt: expected chat messages with `role` and `content`, got {shown(message)}"
+                )
+    if not isinstance(prompt, str | tuple) or not prompt:
+        raise BadRow(f"prompt: expected text or a list of chat messages, got {shown(prompt)}")
+
+
+def shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
