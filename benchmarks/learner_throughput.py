@@ -106,19 +106,21 @@ def main() -> None:
     parallel.initialize(learner.parallel, 1)
     model = build_model(MODEL, learner.parallel, DTYPE, recompute=False)
     updater = Updater(experiment, make_trainable(model, learner.optimizer, learner.parallel), None)
-    shard = groups(8, 8, args.prompt, args.completion)
+    shard = groups(4, 8, args.prompt, args.completion)
     samples = sum(len(g.trajectories) for g in shard)
     ours: list[float] = []
     plain: dict[int, list[float]] = {8: [], 16: []}
     loops = {size: PlainLoop(size) for size in plain}
     for round_ in range(args.rounds + 1):
-        timed = [(ours, lambda: updater.update(Batch(round_, shard, {})))]  # noqa: B023 - called at once
-        timed += [(plain[size], lambda loop=loop: loop.update(shard)) for size, loop in loops.items()]
-        for seconds, update in timed:
+        timed = [("learner", ours, lambda: updater.update(Batch(round_, shard, {})))]  # noqa: B023 - called at once
+        timed += [(f"plain {size}", plain[size], lambda loop=loop: loop.update(shard)) for size, loop in loops.items()]
+        for name, seconds, update in timed:
             started = time.perf_counter()
             update()
+            took = time.perf_counter() - started
+            print(f"round {round_} {name}: {took:.2f} s", flush=True)
             if round_:  # the first one warms up
-                seconds.append(time.perf_counter() - started)
+                seconds.append(took)
     best_size = min(plain, key=lambda size: statistics.median(plain[size]))
     seconds, plain_seconds = statistics.median(ours), statistics.median(plain[best_size])
     parallel.shutdown()
