@@ -112,8 +112,10 @@ def main() -> None:
     plain: dict[int, list[float]] = {8: [], 16: []}
     loops = {size: PlainLoop(size) for size in plain}
     for round_ in range(args.rounds + 1):
-        timed = [("learner", ours, lambda: updater.update(Batch(round_, shard, {})))]  # noqa: B023 - called at once
-        timed += [(f"plain {size}", plain[size], lambda loop=loop: loop.update(shard)) for size, loop in loops.items()]
+        batch = Batch(round_, shard, {})
+        timed = [("learner", ours, lambda batch=batch: updater.update(batch))]
+        for size, loop in loops.items():
+            timed.append((f"plain {size}", plain[size], lambda loop=loop: loop.update(shard)))
         for name, seconds, update in timed:
             started = time.perf_counter()
             update()

@@ -1,8 +1,9 @@
 """What a publish costs: its bandwidth against a bare gloo broadcast, and what decoding loses to it.
 
-A learner process publishes SmolLM2-135M (269 MB in bf16) to the real vLLM. While the engine is idle,
-publishes alternate with bare broadcasts of the same bytes in the same buckets to a process that does nothing
-else. Then the engine decodes: tokens are counted alone, and while buckets are being staged.
+A learner process publishes SmolLM2-135M, in the type this machine computes fast, to the real vLLM. While
+the engine is idle, publishes alternate with bare broadcasts of the same bytes in the same buckets to a
+process that does nothing else. Then the engine decodes: tokens are counted alone, and while buckets are
+being staged.
 
     python benchmarks/publish_bandwidth.py [--model DIR] [--rounds 8] [--requests 32]
 """
@@ -13,12 +14,14 @@ import multiprocessing
 import os
 import statistics
 import time
+from collections.abc import Awaitable, Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
 from record import write_result
 
+from buffer.processor import native_dtype
 from sync.buckets import spec_of
 from sync.config import SyncConfig
 from sync.group import BroadcastGroup, Seat, listen
@@ -27,6 +30,7 @@ from sync.publisher import Publisher
 from sync.receiver import Receiver
 
 BUCKET_MIB = 64
+ALONE_S = 5.0
 SPAWN = multiprocessing.get_context("spawn")
 
 
@@ -38,7 +42,8 @@ def learn(address: str, model: str, commands: Connection) -> None:
     """The learner's process: publishes, or broadcasts barely, as it is told; answers with the seconds."""
     from transformers import AutoModelForCausalLM
 
-    tensors = list(AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16).named_parameters())
+    dtype = getattr(torch, native_dtype())
+    tensors = list(AutoModelForCausalLM.from_pretrained(model, dtype=dtype).named_parameters())
     specs = [spec_of(*pair) for pair in tensors]
     manifest = Manifest.layout(specs, BUCKET_MIB << 20)
     publisher = Publisher(SyncConfig(address=address, bucket_mib=BUCKET_MIB), "bench", torch.device("cpu"))
@@ -104,31 +109,40 @@ class Decoding:
             task.cancel()
 
 
+class CountingSink:
+    """A sink around vLLM's that notes the tokens and the seconds between start and end of each staging."""
+
+    def __init__(self, sink: Any) -> None:
+        self._sink = sink
+        self.decoding: Decoding | None = None
+        self.staged: list[tuple[int, float]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._sink, name)
+
+    async def stage(self, plan: Any) -> int:
+        tokens, started = self.decoding.tokens if self.decoding else 0, time.perf_counter()
+        checksum = await self._sink.stage(plan)
+        if self.decoding is not None:
+            self.staged.append((self.decoding.tokens - tokens, time.perf_counter() - started))
+        return checksum
+
+
+Order = Callable[[str], Awaitable[float]]
+
+
 async def measure(arguments: argparse.Namespace, address: str, commands: Connection) -> dict[str, Any]:
     from vllm import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
     from sync.vllm_sink import VllmSink, engine_options
 
-    class CountingSink(VllmSink):
-        """Notes the tokens and the time between the start and the end of each staging."""
-
-        decoding: Decoding | None = None
-        staged: list[tuple[int, float]] = []  # noqa: RUF012 (one instance)
-
-        async def stage(self, plan: Any) -> int:
-            tokens, started = self.decoding.tokens if self.decoding else 0, time.perf_counter()
-            checksum = await super().stage(plan)
-            if self.decoding is not None:
-                self.staged.append((self.decoding.tokens - tokens, time.perf_counter() - started))
-            return checksum
-
     options = AsyncEngineArgs(
-        model=arguments.model, dtype="bfloat16", max_model_len=1024, enforce_eager=True,
+        model=arguments.model, dtype=native_dtype(), max_model_len=1024, enforce_eager=True,
         kv_cache_memory_bytes=1 << 30, disable_log_stats=True, **engine_options(),
     )  # fmt: skip
     engine = AsyncLLM.from_engine_args(options)
-    sink = CountingSink(engine)
+    sink = CountingSink(VllmSink(engine))
     receiver = Receiver(SyncConfig(address=address), "bench", "server-0", sink)
     running = asyncio.create_task(receiver.run())
     loop = asyncio.get_running_loop()
@@ -140,43 +154,65 @@ async def measure(arguments: argparse.Namespace, address: str, commands: Connect
         commands.send(command)
         return await loop.run_in_executor(None, commands.recv)
 
-    await order("bare"), await order("publish")  # connects, and touches the memory
-    idle: dict[str, list[float]] = {"bare": [], "publish": []}
-    pauses, loads = [], []
-    for _ in range(arguments.rounds):
-        for command, times in idle.items():
-            times.append(await order(command))
-    sink.decoding = decoding = Decoding(engine, arguments.requests)
-    await asyncio.sleep(3)
-    alone = []
-    for _ in range(arguments.rounds):
-        alone.append(await decoding.rate(2.0))
-        await order("publish")
-        assert receiver.last_update is not None
-        pauses.append(receiver.last_update.pause_seconds)
-        loads.append(receiver.last_update.load_seconds)
-    decoding.stop()
+    idle = await idle_seconds(order, arguments.rounds)
+    rates = {command: stream_bytes / statistics.median(times) / 1e9 for command, times in idle.items()}
+    ratios = [bare / publish for bare, publish in zip(idle["bare"], idle["publish"], strict=True)]
+    sink.decoding = Decoding(engine, arguments.requests)
+    load = await under_load(order, arguments.rounds, sink.decoding, receiver)
+    sink.decoding.stop()
     commands.send("end")
     bare.kill()
     running.cancel()
     await asyncio.wait([running])
     engine.shutdown()
-    best = {command: stream_bytes / statistics.median(times) / 1e9 for command, times in idle.items()}
     during = sum(t for t, _ in sink.staged) / sum(s for _, s in sink.staged)
     return {
         "model_megabytes": stream_bytes / 1e6,
-        "bare_gigabytes_per_second": best["bare"],
-        "publish_gigabytes_per_second": best["publish"],
-        "publish_over_bare": best["publish"] / best["bare"],
-        "decode_tokens_per_second_alone": statistics.mean(alone),
+        "bare_gigabytes_per_second": rates["bare"],
+        "publish_gigabytes_per_second": rates["publish"],
+        "publish_over_bare": rates["publish"] / rates["bare"],
+        "publish_over_bare_median_of_rounds": statistics.median(ratios),
+        "target_publish_over_bare": 0.8,
+        **load,
         "decode_tokens_per_second_while_staging": during,
-        "decode_while_staging_over_alone": during / statistics.mean(alone),
+        "decode_while_staging_over_alone": during / load["decode_tokens_per_second_alone"],
+        "target_decode_while_staging_over_alone": 0.6,
         "stage_seconds_while_decoding": statistics.median(s for _, s in sink.staged),
+        "settings": vars(arguments) | {"dtype": native_dtype()},
+    }
+
+
+async def idle_seconds(order: Order, rounds: int) -> dict[str, list[float]]:
+    """Seconds of publishes and of bare broadcasts in turn, while the engine has nothing to do."""
+    await order("bare"), await order("publish")  # connects, and touches the memory
+    seconds: dict[str, list[float]] = {"bare": [], "publish": []}
+    for _ in range(rounds):
+        for command, times in seconds.items():
+            times.append(await order(command))
+            print(f"idle {command}: {times[-1]:.2f} s", flush=True)
+    return seconds
+
+
+async def under_load(order: Order, rounds: int, decoding: Decoding, receiver: Receiver) -> dict[str, float]:
+    """Decoding alone and publishes beside it, in turn."""
+    await asyncio.sleep(3)
+    alone, pauses, loads = [], [], []
+    for _ in range(rounds):
+        alone.append(await decoding.rate(ALONE_S))
+        await order("publish")
+        update = receiver.last_update
+        assert update is not None
+        pauses.append(update.pause_seconds)
+        loads.append(update.load_seconds)
+        print(
+            f"alone {alone[-1]:.0f} tokens/s; pause {pauses[-1]:.2f} s, load {loads[-1]:.2f} s of it",
+            flush=True,
+        )
+    return {
+        "decode_tokens_per_second_alone": statistics.mean(alone),
         "pause_seconds_median": statistics.median(pauses),
         "pause_seconds_max": max(pauses),
-        "rounds": arguments.rounds,
-        "requests": arguments.requests,
-        "vllm_cores": os.environ["VLLM_CPU_OMP_THREADS_BIND"],
+        "load_seconds_median": statistics.median(loads),
     }
 
 

@@ -28,6 +28,7 @@ from record import write_result
 
 from buffer.client import BufferClient
 from buffer.experiment import load
+from buffer.processor import native_dtype
 from rollout.config import RolloutExperiment
 from rollout.engine import Request
 from rollout.groups import GroupRunner
@@ -37,7 +38,7 @@ from rollout.rendering import Renderer
 from rollout.reward_pool import RewardPool
 from rollout.service import load_tokenizer, sampling_plans
 from rollout.tasks import addition
-from rollout.vllm_engine import VLLMEngine, has_fast_bfloat16
+from rollout.vllm_engine import VLLMEngine
 
 MODEL = ".cache/models/SmolLM2-135M-Instruct"
 
@@ -167,7 +168,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     for name, default in (("rounds", 5), ("groups", 24), ("group-size", 8), ("new-tokens", 48)):
         parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--dtype", default="bfloat16" if has_fast_bfloat16() else "float32")
+    parser.add_argument("--dtype", default=native_dtype())
     options = parser.parse_args()
     logging.basicConfig(level="WARNING")
     with tempfile.TemporaryDirectory() as folder:

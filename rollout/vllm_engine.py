@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from buffer.experiment import ModelConfig
+from buffer.processor import native_dtype
 from rollout.config import EngineConfig
 from rollout.engine import Completion, CompletionFailed, EngineFailed, Request
 from rollout.orphans import start_guard
@@ -60,8 +61,10 @@ class VLLMEngine:
         from sync.vllm_sink import VllmSink, engine_options
 
         on_cpu = current_platform.is_cpu()
-        if on_cpu and self._model.dtype == "bfloat16" and not has_fast_bfloat16():
-            logger.warning("no AVX-512 here: bfloat16 is far slower than float32; set model.dtype=float32")
+        if on_cpu and self._model.dtype == "bfloat16" != native_dtype():
+            logger.warning(
+                "this processor emulates bfloat16, far slower than float32; set model.dtype=float32"
+            )
         args = AsyncEngineArgs(
             model=self._model.path,
             dtype=self._model.dtype,
@@ -190,16 +193,6 @@ def token_versions(num_tokens: int, spans: Any) -> NDArray[np.int32]:
 def server_seed(seed: int, name: str) -> int:
     """A sampling seed of this server's own, the same after a restart."""
     return zlib.crc32(f"{seed}/{name}".encode()) & 0x7FFFFFFF
-
-
-def has_fast_bfloat16() -> bool:
-    """Whether oneDNN multiplies bfloat16 on this CPU; on x86 that takes AVX-512.
-
-    Without it vLLM falls back to torch's plain loops, which are far slower than float32.
-    """
-    import torch
-
-    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def thread_binding(cores: str | None, ranks: int, allowed: Sequence[int]) -> str:

@@ -1,7 +1,7 @@
 """Read before any test imports torch.
 
-OpenMP's threads sleep at their barriers: beside another busy process, as a learner beside an engine is, threads
-that spin there wait for each other's time slices, and small products become ten times slower.
+OpenMP's threads sleep at their barriers: beside another busy process, as a learner beside an engine is,
+threads that spin there wait for each other's time slices, and small products become ten times slower.
 """
 
 import os
