@@ -51,9 +51,11 @@ class Run:
                 "threads": 1,
                 "processes": layout["tensor"] * layout["pipeline"],
                 "parallel": layout,
-                # Gradient norms are about 0.7, so that every step is clipped.
+                # Gradient norms are about 0.7, so that every step is clipped; the last one moves weights too,
+                # so that whatever a resume at step 3 loses shows.
                 "optimizer": {
                     "lr": 1e-2,
+                    "min_lr": 5e-3,
                     "weight_decay": 0.1,
                     "schedule": "linear",
                     "warmup_steps": 2,
@@ -157,6 +159,12 @@ def continued(run: Run, model: Path, name: str, **settings) -> Run:
     return Run(folder, model, **settings)
 
 
+def from_step_two(run: Run) -> Run:
+    """Two steps are left: the loss of the second shows what the first one's optimizer state was."""
+    shutil.rmtree(run.folder / "run/checkpoints/step-000003")
+    return run
+
+
 def damage(run: Run) -> str:
     newest = run.folder / "run/checkpoints/step-000003"
     file = max(newest.glob("*.distcp"), key=lambda f: f.stat().st_size)
@@ -196,15 +204,19 @@ def two(model, killed, tmp_path_factory):
     """Everything that two processes do."""
     root = tmp_path_factory.mktemp("two")
     sharded = {"distributed_optimizer": True}
+    tensor, pipeline = {"layout": {"tensor": 2}}, {"layout": {"pipeline": 2}}
     runs = {
         "data": Run(root / "data", model),
         "shard": Run(root / "shard", model, layout=sharded),
-        "tensor": Run(root / "tensor", model, layout={"tensor": 2}),
-        "pipeline": Run(root / "pipeline", model, layout={"pipeline": 2}),
+        "tensor": Run(root / "tensor", model, **tensor),
+        "pipeline": Run(root / "pipeline", model, **pipeline),
         "several-data": Run(root / "several-data", model, **SEVERAL_UPDATES),
         "several-pipeline": Run(root / "several-pp", model, layout={"pipeline": 2}, **SEVERAL_UPDATES),
         "resumed": continued(killed["shard"], model, "two", layout=sharded),
         "resumed-tensor": continued(killed["shard"], model, "tensor", layout={**sharded, "tensor": 2}),
+        "resumed-pipeline": continued(killed["shard"], model, "pipeline", layout={**sharded, "pipeline": 2}),
+        "alone-tensor": from_step_two(continued(killed["alone"], model, "alone-tensor", **tensor)),
+        "alone-pipeline": from_step_two(continued(killed["alone"], model, "alone-pipeline", **pipeline)),
     }
     learn(2, list(runs.values()))
     return runs
@@ -254,7 +266,15 @@ def test_a_damaged_checkpoint_is_told_and_the_one_before_it_used(one):
 def test_sharded_optimizer_state_resumes_exactly_and_under_other_layouts(one, two):
     assert_same(two["resumed"], two["shard"], rel=0)
     assert_same(two["resumed-tensor"], one["whole"], rel=1e-3)
+    assert_same(two["resumed-pipeline"], one["whole"], rel=1e-3)
     assert_same(one["unsharded"], one["whole"], rel=1e-3)
+
+
+@pytest.mark.parametrize("layout", ["tensor", "pipeline"])
+def test_whole_optimizer_state_resumes_under_other_layouts(layout, one, two):
+    run = two[f"alone-{layout}"]
+    assert run.told("sent") == [0, 1, 2, 3, 2, 3, 4], "it went on from step 2"
+    assert_same(run, one["whole"], rel=1e-3)
 
 
 def test_sigterm_ends_with_a_checkpoint_and_says_how_to_go_on(one):
