@@ -87,14 +87,14 @@ def test_a_client_may_come_first_and_polls_wait_for_what_unblocks_them(service):
                 assert await rollout.deliver(made_group(lease))
             began = time.monotonic()
             assert [g.lease_id for g in (await batch).groups] == [x.lease_id for x in leases]
-            assert time.monotonic() - began < 1.0, "woken by the delivery, not by the next look"
+            assert time.monotonic() - began < 10.0, "woken by the delivery, not by the end of its 20 s"
 
     asyncio.run(asyncio.wait_for(run(), 60))
 
 
 def test_a_silent_server_loses_its_leases_to_another(service):
     address, start, _ = service
-    start()
+    start("buffer.lease_timeout_s=4")
 
     async def run():
         rollout, learner = both(address)

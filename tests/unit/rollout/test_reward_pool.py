@@ -75,18 +75,24 @@ def test_a_hanging_reward_is_ended_at_its_limit_with_what_it_started(tmp_path):
     pid_file = tmp_path / "pid"
 
     async def go():
-        async with pool_of() as pool:
+        async with pool_of(timeout_s=2.0) as pool:
             start = time.monotonic()
             with pytest.raises(CompletionFailed, match="reward_timeout"):
                 await pool.score("hang_with_child", {"pid_file": str(pid_file)})
             return time.monotonic() - start
 
-    assert asyncio.run(go()) < 3
-    child = Path("/proc") / pid_file.read_text() / "stat"
-    deadline = time.monotonic() + 5
-    while child.exists() and child.read_text().rsplit(")", 1)[1].split()[0] != "Z":
+    assert asyncio.run(go()) < 30  # it would take 300 s
+    deadline = time.monotonic() + 20
+    while alive(pid_file.read_text()):
         assert time.monotonic() < deadline, "the reward's child outlived it"
         time.sleep(0.05)
+
+
+def alive(pid):
+    try:
+        return (Path("/proc") / pid / "stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):  # also when it ends while it is being read
+        return False
 
 
 def test_a_reward_that_prints_or_reads_disturbs_nothing():
@@ -99,7 +105,7 @@ def test_a_reward_that_prints_or_reads_disturbs_nothing():
 
 def test_one_hanging_reward_does_not_hold_up_the_others():
     async def go():
-        async with pool_of(workers=2, timeout_s=5.0) as pool:
+        async with pool_of(workers=2, timeout_s=60.0) as pool:
             hanging = asyncio.create_task(pool.score("hang", {}))
             await asyncio.sleep(0.1)
             start = time.monotonic()
@@ -111,12 +117,12 @@ def test_one_hanging_reward_does_not_hold_up_the_others():
 
     elapsed, total = asyncio.run(go())
     assert total == 50
-    assert elapsed < 2
+    assert elapsed < 30  # half of the hanging one's limit
 
 
 def test_the_time_limit_does_not_count_the_queue():
     async def go():
-        async with pool_of(timeout_s=0.6) as pool:
+        async with pool_of(timeout_s=1.5) as pool:
             calls = [pool.score("hang", {}), pool.score("hang", {}), pool.score("good", {})]
             return await asyncio.gather(*calls, return_exceptions=True)
 
