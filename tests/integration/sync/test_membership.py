@@ -1,11 +1,15 @@
 """Publishing to real processes over real gloo and ZeroMQ while they join, die, stall and come back."""
 
+import asyncio
 import signal
 import time
 
 import pytest
 
-from sync.errors import PublishInterrupted
+from sync.config import SyncConfig
+from sync.errors import LoadFailed, PublishInterrupted
+from sync.receiver import Receiver
+from sync.stand_in import Behavior, StandInSink
 
 
 def publish(publisher, version, weights):
@@ -167,11 +171,40 @@ def test_second_publish_waits_for_the_load_of_the_first(start_server, make_publi
     assert publisher.wait_for_members(1, 30)
     publisher.publish(0, weights(0).specs, weights(0).stream())
     assert not publisher.wants_publish()  # it is on its way
-    started = time.monotonic()
     publisher.publish(1, weights(1).specs, weights(1).stream())
-    assert time.monotonic() - started > 0.5
     assert publisher.wait_loaded().pause_seconds == 1.0
-    assert [server.expect("loaded")["version"] for _ in range(2)] == [0, 1]
+    server.expect("loaded", version=1)
+    order = [(e["event"], e["version"]) for e in server.said if e["event"] in ("staging", "loaded")]
+    assert order == [("staging", 0), ("loaded", 0), ("staging", 1), ("loaded", 1)]
+
+
+def test_a_version_counts_once_it_is_loaded_and_not_when_its_load_failed(make_publisher, address, weights):
+    """What the receiver says is what requests and tokens are labelled with."""
+    publisher = make_publisher()
+    before = []
+
+    class Sink(StandInSink):
+        async def load(self, version: int) -> float:
+            before.append((version, receiver.version))
+            if version == 1:
+                raise LoadFailed("out of memory")
+            return await super().load(version)
+
+    receiver = Receiver(SyncConfig(address=address), "test", "a", Sink(Behavior(), lambda event: None))
+
+    async def scenario():
+        running = asyncio.create_task(receiver.run())
+        after = []
+        for version in range(3):
+            assert await asyncio.to_thread(publisher.wait_for_members, 1, 30)
+            report, _ = await asyncio.to_thread(publish, publisher, version, weights(version))
+            after.append((report.members, receiver.version))
+        running.cancel()
+        await asyncio.wait([running])
+        return after
+
+    assert asyncio.run(scenario()) == [(["a"], 0), ([], 0), (["a"], 2)]
+    assert before == [(0, None), (1, 0), (2, 0)]
 
 
 def test_learner_that_fails_mid_export_leaves_nobody_waiting(start_server, make_publisher, weights):
