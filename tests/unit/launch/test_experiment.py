@@ -55,7 +55,9 @@ def test_a_missing_rows_file_matters_only_where_the_buffer_runs(config_file):
 
 
 def test_a_missing_model_matters_only_where_it_is_loaded(config_file):
-    read(config_file, ["model.path=/nowhere"], services=["buffer"])
+    assert read(config_file, ["model.path=/nowhere"], services=["buffer"]).model.path == "/nowhere"
+    with pytest.raises(ConfigError, match=r"model.path=/nowhere: no config.json"):
+        read(config_file, ["model.path=/nowhere"], services=["rollout"])
 
 
 def test_a_damaged_model_config_is_one_line(config_file, model_folder):

@@ -186,6 +186,7 @@ def test_no_orphan_when_the_supervisor_dies(tmp_path, number):
     os.kill(process.pid, number)
     process.wait(PATIENCE_S)
     wait_for(lambda: not alive(pid))
+    assert process.returncode in (-number, 0)
 
 
 def test_the_second_interrupt_ends_everything_at_once(tmp_path):
