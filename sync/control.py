@@ -30,12 +30,15 @@ from sync.wire import (
     WireError,
     decode,
     encode,
+    member_beat_s,
 )  # fmt: skip
 
 logger = logging.getLogger(__name__)
 
 BEATS_PER_TIMEOUT = 5
 """Beats sent within one heartbeat timeout, so that a few lost ones do not matter."""
+SILENT_BEATS = 3
+"""A member not heard for so many of its beats may be gone: another of its name takes its place."""
 
 
 class Control:
@@ -194,7 +197,13 @@ class Control:
         if known is not None and known.name == message.name:  # its WELCOME is on the way
             known.heard_at = time.monotonic()
             return
-        replaced = self.members.join(identity, message.name, message.world_size, time.monotonic())
+        now = time.monotonic()
+        if self.members.is_active(message.name, now - SILENT_BEATS * member_beat_s(self._timeout_s)):
+            # Nor may one of two servers that were given the same name end the other.
+            reason = f"a server named {message.name} is a member; give each a name of its own"
+            self._outbox.put((identity, Evict(reason)))
+            return
+        replaced = self.members.join(identity, message.name, message.world_size, now)
         for member in replaced:
             logger.warning("sync: %s joined again; its former connection is closed", member.name)
         self.send(replaced, Evict("another server of this name joined"))

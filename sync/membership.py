@@ -48,6 +48,10 @@ class Membership:
     def get(self, identity: bytes) -> Member | None:
         return self._members.get(identity)
 
+    def is_active(self, name: str, since: float) -> bool:
+        """Whether a member of this name has been heard since then."""
+        return any(m.name == name and m.heard_at > since for m in self._members.values())
+
     def join(self, identity: bytes, name: str, world_size: int, now: float) -> list[Member]:
         """Take a member in. It holds nothing yet, whatever it had: it gets the current version in full.
 

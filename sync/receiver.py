@@ -31,12 +31,15 @@ from sync.wire import (
     WireError,
     decode,
     encode,
+    member_beat_s,
 )  # fmt: skip
 
 logger = logging.getLogger(__name__)
 
 RETRY_S = 1.0
 """Between two JOINs."""
+LONGEST_RETRY_S = 30.0
+"""A server that is turned out again and again, and loads nothing in between, asks less and less often."""
 PATIENCE_S = 5.0
 """How long a learner may be absent before that is worth a line in the log."""
 
@@ -74,6 +77,8 @@ class Receiver:
         self._work: asyncio.Task[None] | None = None
         self._loading = False
         self.last_update: Update | None = None
+        self._told: set[str] = set()
+        """Troubles that are in the log since the last load; the same again is not worth another line."""
 
     @property
     def version(self) -> int | None:
@@ -93,8 +98,10 @@ class Receiver:
             EngineLost: The engine is gone.
         """
         context = zmq.asyncio.Context()
+        pause_s = RETRY_S
         try:
             while True:
+                before = self.last_update
                 socket = context.socket(zmq.DEALER)
                 socket.setsockopt(zmq.LINGER, 500)
                 socket.setsockopt(zmq.IMMEDIATE, 1)  # without a learner nothing is queued up for it
@@ -102,17 +109,19 @@ class Receiver:
                 try:
                     await self._stay(socket)
                 except _Rejoin as why:
-                    logger.warning("sync: %s; joining again", why)
+                    self._tell_once(f"{why}; joining again")
                 finally:
                     await self._stop_work()
                     socket.close()
-                await asyncio.sleep(RETRY_S)
+                fared_well = self.last_update is not before
+                pause_s = RETRY_S if fared_well else min(2 * pause_s, LONGEST_RETRY_S)
+                await asyncio.sleep(pause_s)
         finally:
             context.destroy(linger=500)
 
     async def _stay(self, socket: zmq.asyncio.Socket) -> None:
         timeout_s = await self._join(socket)
-        interval_s = min(1.0, timeout_s / 5)
+        interval_s = member_beat_s(timeout_s)
         heard = beaten = time.monotonic()
         try:
             while True:
@@ -142,8 +151,10 @@ class Receiver:
             message = await self._next(socket, RETRY_S)
             match message:
                 case Welcome():
-                    logger.info("sync: joined the learner at %s", self._address)
+                    logger.info("sync: joined the learner at %s, whose version comes next", self._address)
                     return message.heartbeat_timeout_s
+                case Evict():
+                    raise _Rejoin(f"not taken: {message.reason}")
                 case Refuse():
                     raise JoinRefused(
                         f"the learner at {self._address} refused {self._name}: {message.reason}"
@@ -208,7 +219,7 @@ class Receiver:
             except EngineLost:
                 raise
             except SyncError as error:
-                logger.warning("sync: version %d: %s", order.version, error)
+                self._tell_once(f"a version could not be taken: {error}")
                 _send(socket, Failed(order.attempt, error.cause, str(error)))
             finally:
                 self._loading = False
@@ -221,6 +232,7 @@ class Receiver:
         pause_seconds = await self._sink.load(plan.version)
         loaded = time.monotonic()
         self._version = plan.version
+        self._told.clear()
         self._first_version.set()
         self.last_update = Update(plan.version, staged - started, loaded - staged, pause_seconds)
         logger.info(
@@ -231,6 +243,10 @@ class Receiver:
             socket,
             Loaded(attempt, plan.version, checksum, staged - started, loaded - staged, pause_seconds),
         )
+
+    def _tell_once(self, trouble: str) -> None:
+        logger.log(logging.DEBUG if trouble in self._told else logging.WARNING, "sync: %s", trouble)
+        self._told.add(trouble)
 
 
 def _send(socket: zmq.asyncio.Socket, message: Message) -> None:

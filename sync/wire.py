@@ -5,7 +5,7 @@ weights themselves never pass here.
 
     server                                   publisher
     JOIN ───────────────────────────────────▶
-      ◀──────────────────────── WELCOME | REFUSE
+      ◀──────────────── WELCOME | REFUSE | EVICT            the name is taken: join again, later
     BEAT ◀──────────────────────────────────▶ BEAT        both ways, all the time
       ◀──────────────────────────────── PREPARE
     READY ──────────────────────────────────▶            then the buckets, in the broadcast group
@@ -28,6 +28,11 @@ SCHEMA = 1
 """Grows whenever a message changes; a server of another schema is refused with the reason."""
 
 MAX_MESSAGE_BYTES = 256 << 20
+
+
+def member_beat_s(heartbeat_timeout_s: float) -> float:
+    """Between two BEATs of a member."""
+    return min(1.0, heartbeat_timeout_s / 5)
 
 
 class WireError(ValueError):

@@ -224,3 +224,49 @@ def test_learner_that_fails_mid_export_leaves_nobody_waiting(start_server, make_
     report, _ = publish(publisher, 0, new)
     assert report.members == ["a"]
     assert server.expect("loaded")["sums"] == new.sums
+
+
+def test_a_second_server_of_one_name_waits_until_the_first_is_gone(start_server, make_publisher, weights):
+    first = start_server("a")
+    publisher = make_publisher(heartbeat_timeout_s=2.0)
+    assert publisher.wait_for_members(1, 30)
+    second = start_server("a")
+    new = weights(0)
+    for _ in range(10):
+        publish(publisher, 0, new)
+        time.sleep(0.3)
+    assert first.expect("loaded", version=0)["sums"] == new.sums
+    assert len([e for e in first.said if e["event"] == "loaded"]) == 1, "it was never turned out"
+    first.signal(signal.SIGKILL)
+    deadline = time.monotonic() + 15
+    while not publisher.wants_publish() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    report, _ = publish(publisher, 0, new)
+    assert report.members == ["a"]
+    assert second.expect("loaded", version=0)["sums"] == new.sums
+
+
+def test_a_server_that_cannot_take_versions_asks_less_and_less_often_and_says_so_once(
+    address, make_publisher, weights, caplog
+):
+    publisher, new = make_publisher(), weights(0)
+    sink = StandInSink(Behavior(refuse="bias"), print)
+    receiver = Receiver(SyncConfig(address=address), "test", "other", sink)
+
+    async def serve_for(seconds: float) -> int:
+        """How often it was turned out."""
+        serving, lost = asyncio.create_task(receiver.run()), []
+        until = time.monotonic() + seconds
+        while time.monotonic() < until:
+            if publisher.wants_publish():
+                report, _ = await asyncio.to_thread(publish, publisher, 0, new)
+                lost += report.lost
+            await asyncio.sleep(0.05)
+        serving.cancel()
+        await asyncio.wait([serving])
+        return len(lost)
+
+    assert asyncio.run(serve_for(6.5)) == 2, "at once, and after two seconds; then after four"
+    told = [r.message for r in caplog.records if r.name == "sync.receiver" and r.levelname == "WARNING"]
+    assert [text for text in told if "could not be taken" in text] == told[:1]
+    assert len(told) == 2
