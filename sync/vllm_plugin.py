@@ -37,6 +37,15 @@ def register() -> None:
     """Make the backend known; vLLM may call this several times in one process."""
     if BACKEND not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(BACKEND, "sync.vllm_plugin", "StagingEngine")
+        logging.getLogger(initialize_layerwise_reload.__module__).addFilter(_is_worth_a_warning)
+
+
+def _is_worth_a_warning(record: logging.LogRecord) -> bool:
+    """At every load vLLM warns of layers that got no weights; these two never have any of their own.
+
+    A rotary embedding is a table, and an output layer is tied, or else `ExpectedModel` asks for its weight.
+    """
+    return not record.getMessage().startswith(("RotaryEmbedding: ", "ParallelLMHead: "))
 
 
 @dataclass

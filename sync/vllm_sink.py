@@ -23,6 +23,9 @@ T_ = TypeVar("T_")
 POLL_S = 0.02
 """Between two looks at how far the workers are; each look costs the engine a fraction of a millisecond."""
 
+ALIVE_S = 0.5
+"""How often a call that takes long looks whether the engine lives."""
+
 CALL_TIMEOUT_S = 120.0
 """For a call that the engine answers between two of its steps."""
 
@@ -120,13 +123,27 @@ class VllmSink:
 
     async def _call(self, call: Awaitable[T_], failure: type[SyncError]) -> T_:
         try:
-            return await asyncio.wait_for(call, CALL_TIMEOUT_S)
+            async with asyncio.timeout(CALL_TIMEOUT_S):
+                return await self._while_alive(call)
+        except EngineLost:
+            raise
         except EngineDeadError as error:
             raise EngineLost(str(error)) from error
         except TimeoutError:
             raise failure(f"the engine did not answer within {CALL_TIMEOUT_S:g} s") from None
         except Exception as error:  # vLLM raises Exception itself for whatever went wrong in a worker
             raise failure(f"the engine: {error}") from error
+
+    async def _while_alive(self, call: Awaitable[T_]) -> T_:
+        """The call's result. vLLM leaves calls without an answer when its core dies."""
+        work = asyncio.ensure_future(call)
+        try:
+            while not (await asyncio.wait([work], timeout=ALIVE_S))[0]:
+                if self._engine.errored:
+                    raise EngineLost(str(self._engine.dead_error))
+            return work.result()
+        finally:
+            work.cancel()
 
 
 def _raise_failure(ranks: list[dict[str, Any]]) -> None:

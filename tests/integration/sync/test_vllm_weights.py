@@ -12,6 +12,8 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -19,7 +21,7 @@ import torch
 from rollout.vllm_engine import token_versions
 from sync.buckets import spec_of
 from sync.config import SyncConfig
-from sync.errors import ChecksumMismatch, ManifestRefused
+from sync.errors import ChecksumMismatch, EngineLost, ManifestRefused
 from sync.group import BroadcastGroup, Seat, listen
 from sync.manifest import Manifest
 from sync.publisher import Publisher
@@ -491,3 +493,19 @@ def test_tensor_parallel_server_takes_a_version_on_every_rank(tmp_path, address,
                     assert_same_policy(rig, tokens, logprobs)
 
         loop.run_until_complete(scenario())
+
+
+def test_a_call_to_an_engine_that_dies_meanwhile_does_not_wait_for_its_answer():
+    """vLLM never answers it; a server that holds on to it would neither end nor say why."""
+    from sync.vllm_sink import VllmSink
+
+    class Dying:
+        vllm_config = SimpleNamespace(parallel_config=SimpleNamespace(data_parallel_size=1, world_size=1))
+        errored, dead_error = False, RuntimeError("its core was killed")
+
+        async def shutdown_weight_transfer_engine(self) -> None:
+            self.errored = True
+            await asyncio.Event().wait()
+
+    with pytest.raises(EngineLost, match="its core was killed"):
+        asyncio.run(asyncio.wait_for(VllmSink(cast(Any, Dying())).drop(), 5))
