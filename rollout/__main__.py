@@ -2,6 +2,7 @@
 
 import argparse
 import logging
+import signal
 import sys
 
 from buffer.experiment import ConfigError, load
@@ -20,6 +21,9 @@ def main() -> None:
         sys.exit(str(error))
     form = "%(asctime)s %(levelname)s %(name)s: %(message)s"
     logging.basicConfig(level=experiment.logging.level, format=form)
+    # While the engine starts there is nothing to hand back: Ctrl-C may end the process on the spot. asyncio
+    # would keep it for when the loop turns again, which vLLM's start holds up for half a minute.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     # After the configuration is known to be right: this imports the engine's world.
     from rollout.service import run
 

@@ -3,13 +3,19 @@
 vLLM's core does not notice that the process which started it was killed with -9; it would keep its memory
 for ever. A guard process waits for the end of a pipe that the server holds, which the kernel closes in every
 case, and then kills whatever still runs with this server's mark in its environment. Linux only: reads /proc.
+
+vLLM names its processes with setproctitle, which by default writes over the memory where /proc finds the
+environment, and the mark with it. It is told not to.
 """
 
 import os
 import signal
 import subprocess
 import sys
+import threading
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 MARK = "SLIPSTREAM_SERVER_MARK"
@@ -22,10 +28,30 @@ def start_guard() -> "subprocess.Popen[bytes]":
     """
     mark = uuid.uuid4().hex
     os.environ[MARK] = mark
+    os.environ["SPT_NOENV"] = "1"  # of setproctitle
     command = [sys.executable, "-I", __file__, mark]
     environment = {name: value for name, value in os.environ.items() if name != MARK}
     # Its own session: a kill of the server's process group must not take the guard with it.
     return subprocess.Popen(command, stdin=subprocess.PIPE, env=environment, start_new_session=True)
+
+
+@contextmanager
+def children_without_ctrl_c() -> Iterator[None]:
+    """Processes started in this block by this thread never get SIGINT, whatever handlers they set.
+
+    A terminal sends Ctrl-C to everything in front of it. An engine that dies of it answers no more, just when
+    its server has leases to hand back.
+    """
+    over = threading.Event()
+    # Children inherit the thread's mask; another thread still takes the signal for this process.
+    listener = threading.Thread(target=over.wait, name="takes-signals", daemon=True)
+    listener.start()
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        over.set()
 
 
 def marked(mark: str) -> list[int]:

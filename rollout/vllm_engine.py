@@ -16,12 +16,14 @@ from buffer.experiment import ModelConfig
 from buffer.processor import native_dtype
 from rollout.config import EngineConfig
 from rollout.engine import Completion, CompletionFailed, EngineFailed, Request
-from rollout.orphans import start_guard
+from rollout.orphans import children_without_ctrl_c, start_guard
 from sync.sink import WeightSink
 
 logger = logging.getLogger(__name__)
 
 HEALTH_PERIOD_S = 0.5
+SHUTDOWN_S = 1.0
+"""After that vLLM kills its processes."""
 
 
 class VLLMEngine:
@@ -82,7 +84,8 @@ class VLLMEngine:
             **engine_options(),
         )
         try:
-            self.llm = AsyncLLM.from_engine_args(args)
+            with children_without_ctrl_c():
+                self.llm = AsyncLLM.from_engine_args(args)
         except (RuntimeError, ValueError, OSError) as error:
             raise EngineFailed(
                 f"vLLM does not start with {self._model.path}: {_first_line(error)}"
@@ -112,7 +115,10 @@ class VLLMEngine:
 
     async def close(self) -> None:
         if self.llm is not None:
-            await asyncio.to_thread(self.llm.shutdown)
+            # It has nothing to save, and its workers rarely end when they are asked to.
+            for name in ("vllm.v1.utils", "vllm.utils.system_utils"):
+                logging.getLogger(name).setLevel(logging.ERROR)
+            await asyncio.to_thread(self.llm.shutdown, SHUTDOWN_S)
             self.llm = self._sink = None
         if self._guard is not None:
             await asyncio.to_thread(self._guard.communicate)  # closes the pipe; what vLLM left over is killed

@@ -7,11 +7,15 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
 SERVER = """
 import subprocess, sys, time
 from rollout.orphans import start_guard
 guard = start_guard()
-child = subprocess.Popen(["sleep", "300"], start_new_session=True)
+named = "import setproctitle, time; setproctitle.setproctitle('VLLM'); print(flush=True); time.sleep(300)"
+child = subprocess.Popen([sys.executable, "-c", named], start_new_session=True, stdout=subprocess.PIPE)
+child.stdout.readline()
 print(child.pid, guard.pid, flush=True)
 time.sleep(300)
 """
@@ -33,6 +37,7 @@ def ends_within(pids, seconds):
 
 
 def test_the_guard_ends_the_children_of_a_killed_server_and_then_itself():
+    """A child that names itself as vLLM's processes do, which may write over its environment."""
     server = subprocess.Popen([sys.executable, "-c", SERVER], stdout=subprocess.PIPE, text=True)
     bystander = subprocess.Popen(["sleep", "300"])
     try:
@@ -47,3 +52,33 @@ def test_the_guard_ends_the_children_of_a_killed_server_and_then_itself():
     finally:
         bystander.kill()
         bystander.wait()
+
+
+CTRL_C = """
+import os, signal, subprocess, sys, time
+from rollout.orphans import children_without_ctrl_c
+signal.signal(signal.SIGINT, signal.SIG_DFL)
+handling = "import signal, time; signal.signal(signal.SIGINT, lambda *_: exit(3)); print(flush=True); "
+with children_without_ctrl_c():
+    child = subprocess.Popen([sys.executable, "-c", handling + "time.sleep(300)"], stdout=subprocess.PIPE)
+    child.stdout.readline()
+    print(child.pid, flush=True)
+    if sys.argv[1] == "inside":
+        time.sleep(300)
+time.sleep(300)
+"""
+
+
+@pytest.mark.parametrize("place", ["inside", "after"])
+def test_ctrl_c_ends_the_server_and_is_not_heard_by_what_it_started(place):
+    command = [sys.executable, "-c", CTRL_C, place]
+    server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    assert server.stdout is not None
+    child = int(server.stdout.readline())
+    try:
+        os.killpg(server.pid, signal.SIGINT)
+        assert server.wait(5) == -signal.SIGINT
+        assert not ends_within([child], 0.5)
+    finally:
+        os.kill(child, signal.SIGKILL)
+        server.stdout.close()
