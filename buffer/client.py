@@ -125,6 +125,8 @@ class BufferClient:
     async def lease(self, max_groups: int, timeout_s: float) -> list[Lease]:
         """Prompts to work on, at most `max_groups`; [] when none can be granted within `timeout_s`.
 
+        With 0 groups it only waits for the end of the run.
+
         Raises:
             RunFinished: The run is over.
         """

@@ -43,6 +43,10 @@ class BufferUnreachable(TimeoutError):
     """No answer from the buffer within the call's deadline."""
 
 
+class DiskFailed(ValueError):
+    """The run folder cannot be written: it is full, or gone."""
+
+
 class BufferInUse(ValueError):
     """The address or the run folder belongs to another live buffer."""
 

@@ -54,11 +54,22 @@ class Traffic:
 
 @dataclass(slots=True)
 class Peers:
-    """Rollout servers by name."""
+    """Rollout servers by name, and whether the learner has come."""
 
     seen: dict[str, float] = field(default_factory=dict)
+    learner: bool = False
     told: set[str] = field(default_factory=set)
     """That the run is finished."""
+
+    def note(self, request: Request) -> None:
+        """Keep when a server was heard; say who comes for the first time."""
+        if request.role == "rollout":
+            if request.name not in self.seen:
+                logger.info("rollout server %s is here", request.name)
+            self.seen[request.name] = time.monotonic()
+        elif request.role == "learner" and not self.learner:
+            self.learner = True
+            logger.info("the learner is here")
 
     def live(self, patience_s: float) -> list[str]:
         return [name for name, when in self.seen.items() if time.monotonic() - when < patience_s]
@@ -150,8 +161,7 @@ class BufferServer:
         await self._socket.send_multipart([identity.bytes, reply, *out], copy=not out)
 
     async def _answer(self, request: Request, frames: list[memoryview]) -> Answer:
-        if request.role == "rollout":
-            self.peers.seen[request.name] = time.monotonic()
+        self.peers.note(request)
         fields, submit = request.fields, self._commits.submit
         match request.verb:
             case "lease":

@@ -5,6 +5,7 @@ import asyncio
 import json
 import logging
 import signal
+import sqlite3
 import time
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import uvloop
 from buffer.commits import happens
 from buffer.config import BufferExperiment
 from buffer.database import RunLock
+from buffer.errors import DiskFailed
 from buffer.prompts import EVAL_SEED, PromptQueue, load_rows
 from buffer.server import BufferServer
 from buffer.store import Sources, Store
@@ -28,13 +30,24 @@ def run(experiment: BufferExperiment) -> None:
 
     Raises:
         ValueError: The user's mistakes, one line each: data, address, run folder.
+        DiskFailed: The run folder cannot be written any more.
     """
     run_dir = Path(experiment.run_dir)
-    lock = RunLock(run_dir)
     try:
-        uvloop.run(_serve(experiment, run_dir))
-    finally:
-        lock.release()
+        lock = RunLock(run_dir)
+        try:
+            uvloop.run(_serve(experiment, run_dir))
+        finally:
+            lock.release()
+    except (ExceptionGroup, OSError, sqlite3.OperationalError) as error:
+        cause: BaseException = error
+        while isinstance(cause, BaseExceptionGroup):
+            cause = cause.exceptions[0]
+        if not isinstance(cause, OSError | sqlite3.OperationalError):
+            raise
+        raise DiskFailed(
+            f"{run_dir}: {cause}; what was acknowledged is kept: mend that and start the buffer again"
+        ) from error
 
 
 async def _serve(experiment: BufferExperiment, run_dir: Path) -> None:
@@ -43,7 +56,7 @@ async def _serve(experiment: BufferExperiment, run_dir: Path) -> None:
     store = Store(run_dir, experiment.name, experiment.buffer, _sources(experiment), time.monotonic)
     server = BufferServer(store, run_dir / "buffer.sqlite", experiment.name, experiment.buffer)
     logger.info(
-        "buffer of %s at %s, %d prompts",
+        "buffer of %s at %s, %d prompts; waiting for the learner and for rollout servers",
         experiment.name,
         experiment.buffer.address,
         len(store.ledger.queue.rows),

@@ -238,11 +238,11 @@ class Store:
         if not self.finished():
             self.database.set_fact("finished", version)
             self.evaluations.finished(version)
-            for lease_id, prompt_id in self.database.run(
-                "SELECT lease_id, prompt_id FROM leases WHERE kind = 'train'"
-            ).fetchall():
+            lent = self.database.run("SELECT lease_id, prompt_id FROM leases WHERE kind = 'train'").fetchall()
+            for lease_id, prompt_id in lent:
                 self.ledger.end(lease_id)
                 self.ledger.requeue(prompt_id, "finished")
+            logger.info("version %d is the last: %d training leases are taken back", version, len(lent))
         self.ledger.changed = True
 
     # Numbers

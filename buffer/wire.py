@@ -87,7 +87,7 @@ def _fields(verb: str, header: dict[str, Any]) -> dict[str, Any]:
     match verb:
         case "lease":
             return {
-                "max_groups": integer(header, "max_groups", 1, 1 << 16),
+                "max_groups": integer(header, "max_groups", 0, 1 << 16),
                 "wait_s": number(header, "wait_s", 0.0, LONGEST_WAIT_S),
             }
         case "renew":

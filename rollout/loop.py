@@ -61,16 +61,36 @@ class RolloutLoop:
 
         Consumes: leases, training and evaluation alike.
         Waits for: the first policy version; then room for a group; then the buffer to grant a lease.
-        Unblocked by: the learner's publish; a group that was delivered or given up; the learner's progress,
-            which lets the buffer grant more.
+        Unblocked by: the learner's publish, or the end of the run; a group that was delivered or given up;
+            the learner's progress, which lets the buffer grant more.
         """
-        await self._weights.wait_first_version()
+        await self._first_version()
         self._meters.wait_for("leases")
         async with asyncio.TaskGroup() as tasks, self._leases_kept(tasks):
             while not self._finished:
                 room = await self._room()
                 for lease in await self._take(room):
                     self._held[lease.lease_id] = tasks.create_task(self._work(lease))
+
+    async def _first_version(self) -> None:
+        """Wait for something to sample with; a run that ends meanwhile has no use for this server."""
+        arrived = asyncio.create_task(self._arrived())
+        ended = asyncio.create_task(self._run_ended())
+        try:
+            done, _ = await asyncio.wait([arrived, ended], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            arrived.cancel()
+            ended.cancel()
+            await asyncio.wait([arrived, ended])
+        for task in done:
+            task.result()
+
+    async def _arrived(self) -> None:
+        await self._weights.wait_first_version()
+
+    async def _run_ended(self) -> None:
+        while not self._finished:
+            await self._take(0)  # no lease; but the buffer knows of this server, and tells it of the end
 
     async def _room(self) -> int:
         """How many more groups fit; waits until it is at least one."""
@@ -133,12 +153,15 @@ class RolloutLoop:
             await asyncio.sleep(self._renew_period_s)
             if not self._held:
                 continue
-            for lease_id in await self._buffer.renew(list(self._held)):
-                if lease_id in self._held and lease_id not in self._delivering:
-                    self._meters.failures["lease_lost"] += 1
-                    logger.warning("lease %s is no longer ours: its group is cancelled", lease_id)
-                    self._held[lease_id].cancel()
-                    self._let_go(lease_id)
+            lost = await self._buffer.renew(list(self._held))
+            lost = [i for i in lost if i in self._held and i not in self._delivering]
+            for lease_id in lost:
+                self._held[lease_id].cancel()
+                self._let_go(lease_id)
+            if lost:
+                # Why is the buffer's to say: they ran out, or the training is over.
+                self._meters.failures["lease_lost"] += len(lost)
+                logger.info("the buffer took %d leases back: their groups are cancelled", len(lost))
 
     async def _hand_back(self, lease_ids: list[str]) -> None:
         """Let other servers have the prompts at once; a buffer that is gone will time the leases out."""

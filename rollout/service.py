@@ -12,7 +12,7 @@ from typing import Any
 import uvloop
 
 from buffer.client import BufferClient
-from buffer.errors import BufferUnreachable, Refusal
+from buffer.errors import Refusal
 from buffer.experiment import ConfigError
 from rollout.config import RolloutExperiment
 from rollout.engine import Engine, EngineFailed
@@ -38,7 +38,7 @@ def run(experiment: RolloutExperiment, name: str) -> None:
     """
     try:
         uvloop.run(_serve(experiment, name))
-    except (EngineFailed, SyncError, Refusal, BufferUnreachable, ValueError) as error:
+    except (EngineFailed, SyncError, Refusal, OSError, ValueError) as error:
         logger.error("rollout server %s stops: %s", name, error)
         sys.exit(1)
 

@@ -294,7 +294,8 @@ def test_evaluation_is_due_by_version_also_when_one_is_skipped(bench, group):
     assert opened == [[0], [0], [0], [0, 11], [0, 11], [0, 11, 20]]
 
 
-def test_the_run_ends_with_the_final_evaluation_alone(bench, group):
+def test_the_run_ends_with_the_final_evaluation_alone(bench, group, caplog):
+    caplog.set_level("INFO")
     b = bench(rows=40, eval_rows=2)
     b.do(lambda s: s.published(0))
     train = [x for x in b.lease(4) if x.kind == "train"]
@@ -305,6 +306,11 @@ def test_the_run_ends_with_the_final_evaluation_alone(bench, group):
         b.do(lambda s, i=holder: s.give_up(i, "reward", False))
     b.do(lambda s: s.published(1))
     b.do(lambda s: s.finish(1))
+    b.do(lambda s: s.finish(1))
+    ends = [r for r in caplog.records if "leases are taken back" in r.message]
+    assert [(r.levelname, r.message) for r in ends] == [
+        ("INFO", "version 1 is the last: 4 training leases are taken back")
+    ]
     assert b.do(lambda s: s.renew([x.lease_id for x in train])) == {x.lease_id for x in train}
     final = b.lease(10)
     assert [x.kind for x in final] == ["eval", "eval"]

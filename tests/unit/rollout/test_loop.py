@@ -299,6 +299,35 @@ def test_the_end_of_the_run_ends_the_loop_and_what_is_in_hand():
     assert asyncio.run(go()) == 0
 
 
+def test_leases_taken_back_for_the_last_evaluation_are_one_line_and_no_alarm(caplog):
+    caplog.set_level(logging.INFO, "rollout.loop")
+
+    async def go():
+        async with Bench(StuckEngine(num_answers=0), eval_rows=ROWS[:1], renew_s=0.05) as bench:
+            await bench.until(lambda status: status["leased"] == 3)
+            await bench.buffer.finished(1)
+            await bench.until(lambda _: bench.meters.failures["lease_lost"])
+            return bench.meters.failures
+
+    assert asyncio.run(go()) == {"lease_lost": 3}
+    told = [(r.levelname, r.message) for r in caplog.records if "back" in r.message]
+    assert told == [("INFO", "the buffer took 3 leases back: their groups are cancelled")]
+
+
+def test_a_run_that_is_over_before_the_first_version_comes_ends_the_loop():
+    async def go():
+        bench = Bench(ScriptedEngine(plain_completion), weights=Weights(version=None))
+        async with bench:
+            await asyncio.sleep(0.05)
+            assert not bench.task.done()
+            assert (await bench.buffer.status())["leased"] == 0, "nothing to sample with"
+            await bench.buffer.finished(0)
+            await asyncio.wait_for(bench.task, 5)
+        return bench.engine.requests
+
+    assert asyncio.run(go()) == []
+
+
 def test_a_stopped_server_hands_its_leases_back():
     async def go():
         engine = ScriptedEngine(plain_completion, delay_s=60)
