@@ -21,6 +21,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError
+from torch.distributed.checkpoint.api import CheckpointException
 
 from learner import collectives, optimizer_resume, parallel
 from learner.optimizer import Trainable
@@ -46,6 +48,10 @@ class DamagedCheckpoint(ValueError):
     """A checkpoint whose files are not what its meta.json says."""
 
 
+class CheckpointNotWritten(OSError):
+    """The disk is full, or gone: what was on it before is whole."""
+
+
 class Checkpoints:
     """The checkpoints of one run. `save` and `resume` are collective."""
 
@@ -55,11 +61,28 @@ class Checkpoints:
         self._setup = setup
 
     def save(self, step: int, trainable: Trainable) -> None:
-        """Write the state after `step` batches; remove all but the newest `keep`."""
-        from megatron.core import dist_checkpointing
+        """Write the state after `step` batches; remove all but the newest `keep`.
 
+        Raises:
+            CheckpointNotWritten: With the reason.
+        """
         target = self._root / f"step-{step:06d}"
         temporary = self._root / f".{target.name}.tmp"
+        try:
+            self._write(temporary, trainable)
+            if parallel.rank() == 0:
+                self._complete(temporary, target, step)
+                for old in self.found()[: -self._keep]:
+                    shutil.rmtree(old)
+                logger.info("checkpoint of step %d is at %s", step, target)
+        except (CheckpointException, SafetensorError, OSError) as error:
+            raise CheckpointNotWritten(f"{target} cannot be written: {reason_of(error)}") from error
+        dist.barrier()
+
+    def _write(self, temporary: Path, trainable: Trainable) -> None:
+        """Every rank's part of the state."""
+        from megatron.core import dist_checkpointing
+
         if parallel.rank() == 0:
             shutil.rmtree(temporary, ignore_errors=True)
             temporary.mkdir(parents=True)
@@ -67,12 +90,6 @@ class Checkpoints:
         _write_without_a_manager()
         dist_checkpointing.save(self._state(trainable, loading=False), str(temporary))
         _save_generators(temporary)
-        dist.barrier()
-        if parallel.rank() == 0:
-            self._complete(temporary, target, step)
-            for old in self.found()[: -self._keep]:
-                shutil.rmtree(old)
-            logger.info("checkpoint of step %d is at %s", step, target)
         dist.barrier()
 
     def _complete(self, temporary: Path, target: Path, step: int) -> None:
@@ -163,6 +180,16 @@ class Checkpoints:
             }
         optimizer = trainable.optimizer.sharded_state_dict(model, is_loading=loading, **fields)
         return {"model": model, "optimizer": optimizer}
+
+
+def reason_of(error: BaseException) -> str:
+    """The line that says it, out of what torch and Megatron wrap around it."""
+    if isinstance(error, CheckpointException):
+        error = next(iter(error.failures.values()))[0]
+    while error.__cause__ is not None:
+        error = error.__cause__
+    lines = str(error).strip().splitlines()
+    return lines[-1] if lines else type(error).__name__
 
 
 def verify(path: Path) -> None:

@@ -1,10 +1,12 @@
 """Which checkpoint counts as whole; saving and loading are in tests/integration."""
 
 import json
+from traceback import StackSummary
 
 import pytest
+from torch.distributed.checkpoint.api import CheckpointException
 
-from learner.checkpoint import Checkpoints, DamagedCheckpoint, Setup, verify
+from learner.checkpoint import Checkpoints, DamagedCheckpoint, Setup, reason_of, verify
 
 SETUP = Setup("float32", False, 1, 1, 1, "digest")
 
@@ -78,3 +80,14 @@ def test_the_buffer_may_forget_only_what_no_fallback_needs(written, tmp_path):
     assert checkpoints.safe_step() == 0, "were this one damaged, the run would start again"
     written(10)
     assert checkpoints.safe_step() == 5
+
+
+def test_the_reason_of_a_failed_write_is_one_line_out_of_what_is_wrapped_around_it():
+    try:
+        try:
+            raise OSError(28, "No space left on device")
+        except OSError as full:
+            raise RuntimeError(f"Worker failure: {full}") from full
+    except RuntimeError as error:
+        wrapped = CheckpointException("write", {0: (error, StackSummary())})
+    assert reason_of(wrapped) == "[Errno 28] No space left on device"
