@@ -4,6 +4,7 @@ import argparse
 import logging
 import os
 import sys
+import warnings
 
 from buffer.experiment import ConfigError, load
 from learner.config import LearnerExperiment
@@ -23,10 +24,18 @@ def main() -> None:
         level=experiment.logging.level,
         format=f"%(asctime)s %(levelname)s rank {rank} %(name)s: %(message)s",
     )
+    quiet_megatron()
     # After the configuration is known to be right: this imports torch and Megatron.
     from learner.service import run
 
     run(experiment)
+
+
+def quiet_megatron() -> None:
+    """Leave its errors only: it warns of every fused kernel that a machine lacks, at its import already."""
+    logging.getLogger("megatron").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", module="megatron")
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
 
 
 if __name__ == "__main__":

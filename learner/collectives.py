@@ -3,7 +3,7 @@
 Plain numbers in tensors and length-prefixed bytes; nothing is pickled.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import torch
@@ -38,13 +38,27 @@ def from_last_stage(values: Sequence[float]) -> list[float]:
 
 def digests_over_data(digests: Sequence[bytes]) -> list[bytes]:
     """The digests, DIGEST_BYTES long each, of all data-parallel ranks."""
+    return _rows_over_data(digests, DIGEST_BYTES)
+
+
+def names_over_data(names: Iterable[str]) -> list[str]:
+    """Every name that any data-parallel rank has, sorted."""
+    mine = [name.encode() for name in names]
+    (longest,) = max_over_data([max(map(len, mine), default=0)])
+    if not longest:
+        return []
+    return sorted({row.rstrip(b"\0").decode() for row in _rows_over_data(mine, int(longest))})
+
+
+def _rows_over_data(rows: Sequence[bytes], width: int) -> list[bytes]:
+    """Rows of at most `width` bytes, filled up with zeros, of all data-parallel ranks."""
     counts = torch.zeros(parallel.dp_size(), dtype=torch.int64, device=parallel.device())
-    counts[parallel.dp_rank()] = len(digests)
+    counts[parallel.dp_rank()] = len(rows)
     dist.all_reduce(counts, group=parallel.data_parallel_group())
     longest = int(counts.max())
-    mine = np.zeros((longest, DIGEST_BYTES), np.uint8)
-    for row, digest in zip(mine, digests, strict=False):
-        row[:] = np.frombuffer(digest, np.uint8)
+    mine = np.zeros((longest, width), np.uint8)
+    for place, row in zip(mine, rows, strict=False):
+        place[: len(row)] = np.frombuffer(row, np.uint8)
     tensor = torch.from_numpy(mine).to(parallel.device())
     found = [torch.empty_like(tensor) for _ in range(parallel.dp_size())]
     dist.all_gather(found, tensor, parallel.data_parallel_group())

@@ -29,6 +29,7 @@ class OptimizerConfig(Section):
     """Where the schedule ends."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     warmup_steps: int = Field(default=0, ge=0)
+    """Of the learner's steps, over which the rate rises to `lr`."""
     weight_decay: float = Field(default=0.0, ge=0)
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = Field(default=1e-8, gt=0)

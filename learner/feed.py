@@ -27,6 +27,9 @@ TICK_S = 0.2
 REQUEST_S = 2.0
 """How long one question for a batch stays with the buffer."""
 
+FIRST_WORD_S = 30.0
+"""A wait this long is worth a line in the log; the next one after twice the time, and so on."""
+
 OVER_POLL_S = 0.5
 """How often the buffer is asked whether the run is over; it stays a few seconds after that."""
 
@@ -154,9 +157,13 @@ class Feed:
 
     def _wait(self, asked: "Future[Any] | None", wanted: Callable[[], Command], what: str) -> Command:
         """What global rank 0 decides, on all ranks; `asked` is what it waits for, TRAIN once there."""
-        deadline = time.monotonic() + self._timeout_s
+        started = time.monotonic()
+        deadline, word_s = started + self._timeout_s, FIRST_WORD_S
         while True:
             command = Command.WAIT if asked is None else self._decide(asked, wanted, what, deadline)
+            if asked is not None and time.monotonic() - started > word_s and command is Command.WAIT:
+                logger.info("%s for %.0f s: %s", what, word_s, self._diagnosis())
+                word_s *= 2
             # The others are told of every tick, so that a long wait never looks like a dead rank 0.
             command = Command(collectives.broadcast_numbers([command])[0])
             if command is not Command.WAIT:
@@ -176,17 +183,18 @@ class Feed:
             _raise_as_no_batch(error, what)
             return Command.TRAIN
         if time.monotonic() > deadline:
-            raise NoBatch(self._diagnosis(what))
+            limit = f"{self._timeout_s:.0f} s (learner.batch_timeout_s)"
+            raise NoBatch(f"{what} for {limit}: {self._diagnosis()}")
         return Command.WAIT
 
-    def _diagnosis(self, what: str) -> str:
+    def _diagnosis(self) -> str:
         assert self._line is not None
-        waited = f"{what} for {self._timeout_s:.0f} s (learner.batch_timeout_s)"
         status = self._line.ask(lambda buffer: buffer.status())
         if not _done_within(status, 5.0) or status.exception() is not None:
-            return f"{waited}: the buffer does not answer; is it running at buffer.address?"
-        facts = ", ".join(f"{k} {v}" for k, v in status.result().items() if isinstance(v, int | float))
-        return f"{waited}: the buffer says {facts}"
+            return "the buffer does not answer; is it running at buffer.address?"
+        told = status.result()
+        facts = ", ".join(f"{k} {v}" for k, v in told.items() if isinstance(v, int | float))
+        return f"rollout servers: {', '.join(told.get('servers', [])) or 'none'}; the buffer says {facts}"
 
     def _ask(self, index: int) -> "Future[Batch]":
         assert self._line is not None

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from buffer.records import Batch, Group, Trajectory
-from learner.collectives import max_over_data, sum_over_data
+from learner.collectives import max_over_data, names_over_data, sum_over_data
 
 logger = logging.getLogger(__name__)
 
@@ -114,7 +114,18 @@ def batch_row(shard: Batch, max_staleness: int) -> Row:
         "staleness/mean": age / aged,
         "staleness/max": oldest,
         "staleness/histogram": [int(n) for n in histogram],
+        **_reward_parts(trajectories),
     }
+
+
+def _reward_parts(trajectories: Sequence[Trajectory]) -> Row:
+    """Mean of each named part over the completions that have it; nothing where the reward is one number."""
+    names = names_over_data({name for t in trajectories for name in t.reward_parts})
+    if not names or names == ["reward"]:
+        return {}
+    found = [[t.reward_parts[name] for t in trajectories if name in t.reward_parts] for name in names]
+    sums = sum_over_data([*map(sum, found), *map(len, found)])
+    return {f"reward_parts/{n}": s / k for n, s, k in zip(names, sums, sums[len(names) :], strict=False)}
 
 
 def staleness(trajectory: Trajectory, index: int) -> int | None:

@@ -4,7 +4,6 @@ import hashlib
 import logging
 import os
 import sys
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -42,7 +41,7 @@ def run(experiment: LearnerExperiment) -> None:
     """
     try:
         serve(experiment, buffer_client, publisher)
-    except (ValueError, NoBatch, TimeoutError, SyncError) as error:
+    except (ValueError, NoBatch, OSError, SyncError) as error:
         logger.error("the learner stops: %s", error)
         sys.exit(1)
 
@@ -51,7 +50,6 @@ def serve(experiment: LearnerExperiment, connect: Connect, open_sender: OpenSend
     """Everything of `run` but its last resort; the two seams are the caller's."""
     stop = StopFlag()
     stop.install()
-    _quiet_megatron()
     parallel.initialize(experiment.learner.parallel, experiment.seed)
     torch.set_num_threads(_threads(experiment))
     with ExitStack() as stack:
@@ -81,6 +79,12 @@ def _assemble(
             f"{parallel.dp_size()} data-parallel ranks share buffer.groups_per_batch="
             f"{experiment.buffer.groups_per_batch} groups; expected at least one group each"
         )
+    warmup = learner.optimizer.warmup_steps
+    if warmup > learner.steps and parallel.rank() == 0:
+        logger.warning(
+            "learner.optimizer.warmup_steps=%d is more than learner.steps=%d: the rate never reaches lr",
+            warmup, learner.steps,
+        )  # fmt: skip
     trainable = make_trainable(_build(experiment), learner.optimizer, learner.parallel)
     checkpoints = Checkpoints(run_dir, learner.checkpoint.keep, _setup(experiment))
     version = checkpoints.resume(trainable)
@@ -137,13 +141,6 @@ def _setup(experiment: LearnerExperiment) -> Setup:
         data=parallel.dp_size(),
         config_digest=hashlib.blake2b(told.encode(), digest_size=16).hexdigest(),
     )
-
-
-def _quiet_megatron() -> None:
-    """Leave Megatron's errors only: it warns of every fused kernel that a machine lacks."""
-    logging.getLogger("megatron").setLevel(logging.ERROR)
-    warnings.filterwarnings("ignore", module="megatron")
-    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
 
 
 def _threads(experiment: LearnerExperiment) -> int:

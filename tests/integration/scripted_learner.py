@@ -37,6 +37,9 @@ def group(rng: np.random.Generator, name: str, version: int) -> Group:
         if length > 4:
             mask[len(prompt) + 2] = 0  # a tool's token inside the completion
         noise = rng.normal(-math.log(VOCABULARY), 0.05, len(ids)).astype(np.float32)
+        reward = float(rng.integers(0, 3))
+        # One part only a few completions have: some ranks then know its name, and some do not.
+        parts = {"drawn": reward} | ({"rare": 2.0} if name.endswith("/0") and index == 0 else {})
         trajectories.append(
             Trajectory(
                 index=index,
@@ -44,8 +47,8 @@ def group(rng: np.random.Generator, name: str, version: int) -> Group:
                 loss_mask=mask,
                 behavior_logprobs=noise * mask,
                 versions=(mask * version).astype(np.int32),
-                reward=float(rng.integers(0, 3)),
-                reward_parts={},
+                reward=reward,
+                reward_parts=parts,
                 finish_reason="stop",
                 metadata={"text": name},
             )

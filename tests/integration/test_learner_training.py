@@ -19,7 +19,10 @@ pytestmark = pytest.mark.slow
 
 PROGRAM = Path(__file__).with_name("scripted_learner.py")
 STEPS = 4
-COMPARED = ("loss", "grad_norm", "rho/mean", "ess", "kl/k3", "entropy", "reward/mean", "staleness/mean")
+COMPARED = (
+    *("loss", "grad_norm", "rho/mean", "ess", "kl/k3", "entropy", "staleness/mean"),
+    *("reward/mean", "reward_parts/drawn", "reward_parts/rare"),
+)
 SEVERAL_UPDATES = {
     "updates_per_batch": 2,
     "algorithm": {
@@ -220,6 +223,12 @@ def two(model, killed, tmp_path_factory):
     }
     learn(2, list(runs.values()))
     return runs
+
+
+def test_each_named_part_of_the_reward_has_its_mean_over_the_completions_that_have_it(one):
+    for row in one["plain"].rows:
+        assert row["reward_parts/drawn"] == pytest.approx(row["reward/mean"])
+        assert row["reward_parts/rare"] == 2.0
 
 
 def test_a_run_reports_publishes_and_confirms_every_version(one):

@@ -7,7 +7,7 @@ import pytest
 
 from buffer.errors import DataExhausted
 from buffer.records import Batch, Group, Trajectory
-from learner import parallel
+from learner import feed, parallel
 from learner.config import ParallelConfig
 from learner.feed import BufferLine, Command, Feed, NoBatch, decode_batch, encode_batch
 
@@ -84,9 +84,9 @@ def test_a_batch_that_takes_a_while_comes(world):
 
 def test_a_joiner_and_a_signal_go_before_the_wait(world):
     with BufferLine(lambda: Scripted()) as line:
-        feed = Feed(line, 30)
-        assert feed.next(0, lambda: Command.PUBLISH) == (Command.PUBLISH, None)
-        assert feed.next(0, lambda: Command.STOP) == (Command.STOP, None)
+        source = Feed(line, 30)
+        assert source.next(0, lambda: Command.PUBLISH) == (Command.PUBLISH, None)
+        assert source.next(0, lambda: Command.STOP) == (Command.STOP, None)
 
 
 def test_used_up_data_ends_the_run_in_order(world):
@@ -102,13 +102,23 @@ def test_no_batch_within_the_deadline_says_what_the_buffer_knows(world):
         Feed(line, 0.3).next(7, waiting)
 
 
+def test_a_long_wait_says_now_and_then_for_whom(world, caplog, monkeypatch):
+    caplog.set_level("INFO")
+    monkeypatch.setattr(feed, "FIRST_WORD_S", 0.3)
+    with BufferLine(lambda: Scripted([None] * 100 + [batch(0)])) as line:
+        assert Feed(line, 30).next(0, waiting)[0] is Command.TRAIN
+    told = [r.message for r in caplog.records if r.name == "learner.feed"]
+    assert 1 <= len(told) <= 3, "not at every look"
+    assert told[0].startswith("no batch 0 for 0 s: rollout servers: none; the buffer says ")
+
+
 def test_the_end_waits_for_the_last_evaluation_and_serves_joiners_meanwhile(world):
     buffer = Scripted(over_after=2)
     with BufferLine(lambda: buffer) as line:
-        feed = Feed(line, 30)
-        end = feed.finished(9)
-        assert feed.over(end, lambda: Command.PUBLISH) is Command.PUBLISH
-        assert feed.over(end, waiting) is Command.TRAIN
+        source = Feed(line, 30)
+        end = source.finished(9)
+        assert source.over(end, lambda: Command.PUBLISH) is Command.PUBLISH
+        assert source.over(end, waiting) is Command.TRAIN
     assert buffer.told == [9]
 
 

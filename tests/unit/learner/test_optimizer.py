@@ -34,6 +34,7 @@ def test_formulas_in_the_middle():
 def test_a_run_as_short_as_its_warmup_and_a_step_beyond_the_end_are_defined():
     assert rates(2, schedule="cosine", warmup_steps=2) == [0.5, 1.0]
     assert rates(1, schedule="linear") == [1.0]
+    assert rates(2, schedule="cosine", warmup_steps=4) == [0.25, 0.5]
     assert learning_rate(OptimizerConfig(lr=1.0, min_lr=0.2, schedule="linear"), 50, 5) == pytest.approx(0.2)
 
 
