@@ -73,16 +73,6 @@ def _addresses(e: WholeExperiment) -> list[str]:
     return []
 
 
-def _warmup(e: WholeExperiment) -> list[str]:
-    optimizer, total = e.learner.optimizer, e.learner.steps * e.learner.updates_per_batch
-    if optimizer.warmup_steps > total:
-        return [
-            f"learner.optimizer.warmup_steps={optimizer.warmup_steps} is more than "
-            f"the {total} updates of the run"
-        ]
-    return []
-
-
 def _sources(e: WholeExperiment) -> list[str]:
     sources = {"data.train": e.data.train} | ({"eval.source": e.eval.source} if e.eval else {})
     reasons = []
@@ -96,7 +86,7 @@ def _sources(e: WholeExperiment) -> list[str]:
     return reasons
 
 
-CHECKS = (_lengths, _shards, _addresses, _warmup, _sources)
+CHECKS = (_lengths, _shards, _addresses, _sources)
 
 
 def read(path: str | Path, overrides: list[str], services: Iterable[str] = SERVICES) -> WholeExperiment:

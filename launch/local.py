@@ -9,7 +9,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import yaml
@@ -75,14 +75,25 @@ def watch(e: WholeExperiment, history: History, supervisor: Supervisor, screen: 
         screen.update()
         if failure:
             return failure
-        if supervisor.ended("learner") and len(history.steps) and max(history.steps) < e.learner.steps:
-            return _ended_early(e, history, supervisor)
+        if supervisor.ended("learner"):
+            failure = _ended_early(e, history, supervisor)
+            if failure:
+                return failure
+            if supervisor.ended("buffer"):
+                # A server whose engine came up too late has nobody left to tell it that the run is over; one
+                # that is about to end may die of the signal, which is no failure any more.
+                supervisor.stop(screen.update)
+                screen.update()
+                return None
         time.sleep(POLL_S)
     screen.update()
     return supervisor.check()
 
 
 def _ended_early(e: WholeExperiment, history: History, supervisor: Supervisor) -> Failure | None:
+    """When the learner has ended by itself: what is missing, if anything is."""
+    if not history.steps or max(history.steps) >= e.learner.steps:
+        return None
     history.refresh()
     if max(history.steps) >= e.learner.steps:
         return None
@@ -96,10 +107,12 @@ def locked(run_dir: Path) -> Iterator[None]:
     """Hold the run folder; the kernel lets go of it when this process ends, however it does.
 
     Raises:
-        RunError: Another process holds it.
+        RunError: Another process holds it, or it cannot be written.
     """
-    run_dir.mkdir(parents=True, exist_ok=True)
-    with (run_dir / ".lock").open("a+") as lock:
+    with writing(run_dir):
+        run_dir.mkdir(parents=True, exist_ok=True)
+        lock = (run_dir / ".lock").open("a+")
+    with closing(lock):
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -108,10 +121,19 @@ def locked(run_dir: Path) -> Iterator[None]:
                 f"{run_dir}: a run is in progress here (process {lock.read().strip() or 'unknown'}); "
                 f"stop it first, or start this one with another run_dir=…"
             ) from None
-        lock.truncate(0)
-        lock.write(f"{os.getpid()}\n")
-        lock.flush()
+        with writing(run_dir):
+            os.ftruncate(lock.fileno(), 0)
+            os.write(lock.fileno(), f"{os.getpid()}\n".encode())
         yield
+
+
+@contextmanager
+def writing(run_dir: Path) -> Iterator[None]:
+    """Name the folder where writing in it fails: the system's own reason often names nothing."""
+    try:
+        yield
+    except OSError as error:
+        raise RunError(f"run_dir={run_dir}: cannot be written: {error.strerror}") from None
 
 
 def is_finished(e: WholeExperiment, history: History) -> bool:
@@ -153,8 +175,9 @@ def write_config(e: WholeExperiment, console: Console) -> Path:
             told = f"changed since the last start: {', '.join(changes)}"
             console.print(told, highlight=False, markup=False, soft_wrap=True)
     partial = path.with_suffix(".partial")
-    partial.write_text(dump(e))
-    partial.rename(path)
+    with writing(path.parent):
+        partial.write_text(dump(e))
+        partial.rename(path)
     return path
 
 
@@ -217,7 +240,8 @@ def announce(e: WholeExperiment, history: History, console: Console) -> None:
         "data": f"{data}",
         "training": f"{e.learner.steps} steps of {e.buffer.groups_per_batch} groups × {e.rollout.group_size} "
         f"completions · {e.learner.algorithm.advantage}, staleness at most {e.buffer.max_staleness}",
-        "services": f"buffer, {servers}, {ranks} on {device} · logs in {e.run_dir}/logs",
+        "services": f"buffer, {servers}, {ranks} on {device}",
+        "logs": f"{e.run_dir}/logs",
     }
     console.print(f"[bold]slipstream[/] {e.name} → {e.run_dir}", highlight=False)
     for key, text in lines.items():

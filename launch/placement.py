@@ -91,7 +91,8 @@ def settle_address(key: str, address: str, taken: set[str]) -> str:
     if port == "0" or address in taken or not port_is_free(host, int(port)):
         if host not in LOOPBACK:
             raise ValueError(
-                f"{key}={address}: port {port} is taken by another program; end it or choose another port"
+                f"{key}={address}: cannot listen there: not an address of this machine, or port {port} is "
+                "taken; choose another"
             )
         address = f"tcp://{host}:{_free_port(host)}"
     taken.add(address)

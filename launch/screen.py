@@ -32,8 +32,14 @@ from launch.overview import (
 )
 
 REFRESH_S = 0.5
+ECHO_WIDTH = 3
+"""Left free beside the screen: a terminal that echoes `^C` there would otherwise begin a line, and the next
+picture be drawn one line too low."""
 BARS = "▁▂▃▄▅▆▇█"
-ALARM = re.compile(r" (WARNING|ERROR|CRITICAL) (rank \d+ )?(buffer|sync|rollout|learner)\b")
+ALARM = re.compile(
+    r"\S+ (?P<time>[\d:]{8})\S* (WARNING|ERROR|CRITICAL) (?P<rank>rank \d+ )?"
+    r"(buffer|sync|rollout|learner)\b[\w.]*: (?P<text>.*)"
+)
 """Of the services' own loggers; those of vLLM and torch are in the log files for those who look."""
 
 
@@ -87,7 +93,9 @@ class Screen:
 
     def _render(self) -> RenderableType:
         elapsed = time.monotonic() - self.started
-        return render(self.experiment, self.history, self.watched.states(), elapsed, list(self.alarms.last))
+        states, alarms = self.watched.states(), list(self.alarms.last)
+        width = self.console.width - ECHO_WIDTH
+        return render(self.experiment, self.history, states, elapsed, alarms, width)
 
     def _tell(self, fresh: list[Record], alarms: list[str]) -> None:
         phase = phase_of(self.experiment, self.history)
@@ -120,7 +128,8 @@ class Alarms:
             if whole:
                 self._offsets[path] = self._offsets.get(path, 0) + len(whole) + 1
             lines = whole.decode(errors="replace").splitlines()
-            found += [f"{path.stem} │ {line.strip()}" for line in lines if ALARM.search(line)]
+            alarms = [alarm for line in lines if (alarm := ALARM.match(line))]
+            found += [f"{path.stem} │ {a['time']} {a['rank'] or ''}{a['text'].strip()}" for a in alarms]
         self.last.extend(found)
         return found
 
@@ -155,7 +164,12 @@ def _part(record: Record, key: str, form: str) -> str:
 
 
 def render(
-    e: WholeExperiment, history: History, states: dict[str, str], elapsed: float, alarms: Sequence[str]
+    e: WholeExperiment,
+    history: History,
+    states: dict[str, str],
+    elapsed: float,
+    alarms: Sequence[str],
+    width: int,
 ) -> RenderableType:
     """The whole screen.
 
@@ -165,6 +179,7 @@ def render(
         states: As `Watched.states`.
         elapsed: Seconds since this start.
         alarms: Lines for the bottom.
+        width: In columns.
     """
     table = Table.grid(padding=(0, 2))
     table.add_column(style="dim", justify="right", no_wrap=True)
@@ -176,10 +191,10 @@ def render(
     parts: list[RenderableType] = [table]
     if alarms:
         parts += [Text()] + [Text(line, style="yellow", no_wrap=True, overflow="ellipsis") for line in alarms]
-    title = Text.assemble(("slipstream", "bold cyan"), f" {e.name} ", (phase_of(e, history), "italic"))
+    title = Text.assemble(("slipstream", "bold cyan"), f" {e.name} · ", (phase_of(e, history), "italic"))
     return Panel(
         Group(*parts), title=title, title_align="left", subtitle=f"{e.run_dir} · {clock(elapsed)}",
-        subtitle_align="right", border_style="cyan", padding=(1, 2),
+        subtitle_align="right", border_style="cyan", padding=(1, 2), width=width,
     )  # fmt: skip
 
 
@@ -194,8 +209,13 @@ def _progress(e: WholeExperiment, history: History) -> RenderableType:
 
 def _rows(e: WholeExperiment, history: History) -> list[tuple[str, Text]]:
     """What is known by now, a name and a text each."""
-    recent = [history.steps[s] for s in sorted(history.steps)[-RECENT:]]
-    rows = [("reward", _reward(history)), ("eval", _evaluations(e, history))]
+    last = [history.steps[s] for s in sorted(history.steps)[-RECENT:]]
+    recent = history.since_opened(last)  # nothing goes on at the pace of an earlier start
+    rows = [
+        ("reward", _reward(history)),
+        ("parts", _reward_parts(last[-1:])),
+        ("eval", _evaluations(e, history)),
+    ]
     mean, highest = mean_of(recent, "staleness/mean"), mean_of(recent[-1:], "staleness/max")
     if mean is not None and highest is not None:
         bound = e.buffer.max_staleness
@@ -216,6 +236,12 @@ def _reward(history: History) -> Text:
     if not values:
         return Text()
     return Text.assemble((f"{values[-1]:.3f} ", "bold green"), (sparkline(values, 40), "green"))
+
+
+def _reward_parts(last: Sequence[Record]) -> Text:
+    prefix = "reward_parts/"
+    parts = {k.removeprefix(prefix): v for r in last for k, v in r.items() if k.startswith(prefix)}
+    return Text(" · ".join(f"{name} {float(value):.3f}" for name, value in parts.items()))
 
 
 def _evaluations(e: WholeExperiment, history: History) -> Text:

@@ -83,6 +83,8 @@ def step_row(step: int) -> dict[str, Any]:
         "staleness/mean": 1.2 + chance.uniform(-0.4, 0.4),
         "staleness/max": 2.0 if step > 3 else float(step - 1),
         "rho/mean": 1.01,
+        "reward_parts/right": 0.4,
+        "reward_parts/short": 0.125,
         "samples": 64,
         "tokens": 1800,
         "sync/pause_seconds": 0.5 if step == 7 else 0.1,

@@ -47,11 +47,11 @@ STAYS = """
 def start(config_file, tmp_path) -> Callable[..., tuple[int, str]]:
     """Runs the experiment with these scripts as buffer, server and learner; gives exit code and output."""
 
-    def run(learner: str, others: str = "pass") -> tuple[int, str]:
+    def run(learner: str, others: str = "pass", server: str | None = None) -> tuple[int, str]:
         experiment = read(config_file, OVERRIDES)
 
         def plan(e, _config) -> list[Service]:
-            codes = {"buffer": others, "rollout": others, "learner": learner}
+            codes = {"buffer": others, "rollout": server or others, "learner": learner}
             return [
                 Service(role, role, [sys.executable, "-c", textwrap.dedent(code), e.run_dir])
                 for role, code in codes.items()
@@ -88,6 +88,14 @@ def test_a_learner_that_ends_before_its_last_step_ends_the_run(start):
     code, output = start(STOPS_EARLY, STAYS)
     assert code == 1
     assert "learner ended at step 1 of 2" in output
+
+
+@pytest.mark.parametrize("server", [STAYS, "import time; time.sleep(600)"])
+def test_a_server_that_comes_up_after_the_run_is_over_does_not_hold_up_its_end(start, server):
+    """Whether it hears the signal or dies of it."""
+    code, output = start(FINISHES, server=server)
+    assert code == 0
+    assert "target 0.8 REACHED" in output
 
 
 def test_an_interrupt_stops_cleanly_and_says_how_to_resume(start, tmp_path):
@@ -180,3 +188,11 @@ def test_unfinished_means_steps_evaluation_or_model_are_missing(make_run, config
     scores = (run_dir / "eval.jsonl").read_text().splitlines(keepends=True)
     (run_dir / "eval.jsonl").write_text("".join(s for s in scores if json.loads(s)["version"] < 24))
     assert not finished()
+
+
+def test_a_run_folder_that_cannot_be_written_is_named(start, config_file, tmp_path):
+    (tmp_path / "file").write_text("")
+    settings = yaml.safe_load(config_file.read_text()) | {"run_dir": str(tmp_path / "file" / "run")}
+    config_file.write_text(yaml.safe_dump(settings))
+    with pytest.raises(local.RunError, match=r"run_dir=.*file/run: cannot be written: Not a directory"):
+        start(FINISHES)

@@ -17,17 +17,17 @@ def drawn(run_dir, config_file, alarms=()) -> str:
     history = History(run_dir, opened=0.0)
     history.refresh()
     console = Console(width=110, file=io.StringIO(), force_terminal=True, color_system=None)
-    console.print(render(read(config_file, []), history, Running().states(), 700.0, alarms))
+    console.print(render(read(config_file, []), history, Running().states(), 700.0, alarms, 107))
     return console.file.getvalue()  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def test_the_screen_shows_what_is_asked_of_it(make_run, config_file):
     text = drawn(make_run(steps=20), config_file, ["learner │ WARNING something"])
     for part in (
-        "slipstream made training", "20/24 steps", "2 min 00 s left", "v0 0.200 → v12 0.500", "target 0.8",
+        "slipstream made · training", "20/24 steps", "2 min 00 s left", "v0 0.200 → v12 0.500", "target 0.8",
         "2 at most (bound 2)", "generated", "trained", "learner waits for batches", "servers wait for leases",
         "generation paused 0.10 s", "2 evicted", "● buffer", "✗ server-0", "✓ learner", "WARNING something",
-        "11 min 40 s",
+        "11 min 40 s", "right 0.400 · short 0.125",
     ):  # fmt: skip
         assert part in text, part
 
@@ -71,7 +71,7 @@ def test_alarms_are_the_services_own_new_warnings(tmp_path):
         "2026-01-01 00:00:02,000 ERROR buffer.server: and here\n2026-01-01 cut"
     )
     assert [line.partition(" │ ")[0] for line in alarms.refresh()] == ["buffer", "learner"]
-    assert "look here" in alarms.last[1]
+    assert list(alarms.last) == ["buffer │ 00:00:02 and here", "learner │ 00:00:02 rank 0 look here"]
     assert alarms.refresh() == []
 
 
