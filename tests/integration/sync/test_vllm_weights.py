@@ -316,7 +316,7 @@ def test_after_each_publish_of_a_learner_the_server_is_a_fresh_engine_and_agrees
         await learner.ask(do="save", folder=str(folder))
         served = await greedy(rig, version)
         seen.append(served)
-        if exact or version == 3:  # an engine takes seconds to start; bfloat16 takes no other way than float32
+        if exact or version == 3:  # a start takes seconds; bfloat16 takes no other way than float32
             order = {"model": str(folder), "dtype": dtype_of(rig), "prompts": PROMPTS, "count": 24}
             fresh = (await engines.ask(**order))["completions"]
             for one, two in zip(served, fresh, strict=True):
