@@ -9,68 +9,15 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
-import yaml
 
 pytestmark = pytest.mark.slow
 
 STEPS = 14
-REWARD = '''
-def share_of_even_words(text, row):
-    """A uniform policy gets about a half."""
-    words = [w for w in text.split() if w.startswith("t")]
-    return sum(int(w[1:]) % 2 == 0 for w in words) / max(len(words), 1)
-'''
 
 
 @pytest.fixture(scope="module")
-def experiment(tmp_path_factory) -> Path:
-    """A folder with a model made from nothing, a reward of its own, prompts and the experiment file."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-
-    folder = tmp_path_factory.mktemp("end_to_end")
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=64,
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=128,
-        tie_word_embeddings=True,
-        bos_token_id=1,
-        eos_token_id=2,
-        pad_token_id=0,
-    )
-    LlamaForCausalLM(config).save_pretrained(folder / "model")
-    vocabulary = {"<pad>": 0, "<bos>": 1, "<eos>": 2} | {f"t{i}": i for i in range(3, 64)}
-    words = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
-    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    named = {"bos_token": "<bos>", "eos_token": "<eos>", "pad_token": "<pad>"}
-    PreTrainedTokenizerFast(tokenizer_object=words, **named).save_pretrained(folder / "model")
-    (folder / "my_reward.py").write_text(REWARD)
-    rows = [{"prompt": f"t{i} t{i + 1}"} for i in range(3, 43)]
-    (folder / "prompts.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
-    settings = {
-        "name": "end-to-end",
-        "run_dir": "run",
-        "model": {"path": "model", "max_length": 64, "dtype": "float32"},
-        "data": {"train": {"kind": "jsonl", "path": "prompts.jsonl"}},
-        "rollout": {
-            "group_size": 8,
-            "sampling": {"max_tokens": 12},
-            "engine": {"kv_cache_gib": 0.25, "max_num_seqs": 64},
-            "reward": {"function": "my_reward:share_of_even_words"},
-        },
-        "buffer": {"groups_per_batch": 4, "max_staleness": 2, "address": "tcp://127.0.0.1:0"},
-        "sync": {"address": "tcp://127.0.0.1:0"},
-        "learner": {"steps": STEPS, "optimizer": {"lr": 3e-3}, "checkpoint": {"every": 4}},
-        "eval": {"source": {"kind": "jsonl", "path": "prompts.jsonl"}, "samples": 1},
-    }
-    (folder / "experiment.yaml").write_text(yaml.safe_dump(settings))
-    return folder
+def experiment(make_experiment) -> Path:
+    return make_experiment("end-to-end", learner={"steps": STEPS})
 
 
 def start(folder: Path) -> "subprocess.Popen[str]":

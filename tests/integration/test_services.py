@@ -1,0 +1,167 @@
+"""The three commands of the README's separate services, in any order: each waits, and says for whom."""
+
+import json
+import re
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from buffer.inspection import inspect
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+
+HOME = Path(__file__).parents[2]
+BIN = Path(sys.executable).parent
+STEPS, GROUPS = 3, 4
+
+
+def free_address() -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+
+
+def commands() -> dict[str, list[str]]:
+    """Service → the command that the README gives for it."""
+    text = (HOME / "README.md").read_text()
+    (block,) = re.findall(r"## The services, each on its own.*?```\n(.*?)```", text, re.DOTALL)
+    lines = {}
+    for line in block.splitlines():
+        words = shlex.split(line)
+        lines["learner" if words[0] == "torchrun" else words[1]] = words
+    return lines
+
+
+class Services:
+    """Those started in one folder; each writes `NAME.log` there."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.running: dict[str, subprocess.Popen[bytes]] = {}
+
+    def start(self, service: str, name: str | None = None, *more: str) -> None:
+        words = [w.replace("configs/demo.yaml", "experiment.yaml") for w in commands()[service]]
+        if name:
+            words = [w.replace("server-0", name) for w in words]
+        name = name or service
+        with (self.folder / f"{name}.log").open("wb") as log:
+            self.running[name] = subprocess.Popen(
+                [str(BIN / words[0]), *words[1:], *more], cwd=self.folder, stdout=log, stderr=log
+            )
+
+    def log(self, name: str) -> str:
+        return (self.folder / f"{name}.log").read_text(errors="replace")
+
+    def until(self, condition: Callable[[], bool], timeout_s: float = 150) -> None:
+        deadline = time.monotonic() + timeout_s
+        while not condition():
+            told = "\n".join(f"== {name}\n{self.log(name)[-1500:]}" for name in self.running)
+            assert all(p.poll() in (None, 0) for p in self.running.values()), told
+            assert time.monotonic() < deadline, told
+            time.sleep(0.1)
+
+    def says(self, name: str, text: str) -> None:
+        self.until(lambda: text in self.log(name))
+
+    def finish(self) -> None:
+        self.until(lambda: all(p.poll() is not None for p in self.running.values()))
+
+    def rows(self) -> list[dict]:
+        path = self.folder / "run/metrics.jsonl"
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+@contextmanager
+def services(folder: Path) -> Iterator[Services]:
+    found = Services(folder)
+    try:
+        yield found
+    finally:
+        for process in found.running.values():
+            if process.poll() is None:
+                process.kill()
+            process.wait()
+
+
+@pytest.fixture
+def experiment(make_experiment) -> Callable[..., Path]:
+    def make(name: str, **changes: dict) -> Path:
+        sections = {"buffer": {}, "sync": {}, "learner": {}} | changes
+        sections["buffer"] = {"groups_per_batch": GROUPS, "address": free_address(), **sections["buffer"]}
+        sections["sync"] = {"address": free_address()}
+        sections["learner"] = {"steps": STEPS, "optimizer": {"lr": 3e-3}, **sections["learner"]}
+        return make_experiment(name, **sections)
+
+    return make
+
+
+def assert_whole(folder: Path, rows: list[dict], steps: int) -> None:
+    """What a finished run is: as `slipstream run` leaves it."""
+    assert [row["step"] for row in rows] == list(range(1, steps + 1)), "every version once, in order"
+    store = inspect(folder / "run")
+    assert (store["frontier"], store["finished"]) == (steps, steps)
+    (epoch,) = store["prompts"].values()
+    assert epoch.get("batched", 0) + epoch.get("trained", 0) == steps * GROUPS, "every group trained once"
+    assert set(store["eval_scores"]) == {0, steps}
+    assert (folder / "run/model/model.safetensors").exists()
+
+
+def test_learner_then_a_server_of_two_ranks_then_buffer(experiment):
+    """On-policy, so that a rank which kept older weights would show: ρ is 1 only if both took them."""
+    engine = {"tensor_parallel": 2, "kv_cache_gib": 0.25, "max_num_seqs": 64}
+    folder = experiment("learner-first", buffer={"max_staleness": 0})
+    with services(folder) as s:
+        s.start("learner")
+        s.start("rollout", None, *(f"rollout.engine.{k}={v}" for k, v in engine.items()))
+        s.says("learner", "waiting for buffer at")
+        s.says("rollout", "joined the learner at")
+        s.says("rollout", "waiting for buffer at")
+        s.start("buffer")
+        s.says("buffer", "waiting for the learner and for rollout servers")
+        s.finish()
+        assert "the learner is here" in s.log("buffer")
+        assert "rollout server server-0 is here" in s.log("buffer")
+        assert "server-0 joined with 2 ranks" in s.log("learner")
+        assert "Transformer Engine" not in s.log("learner"), "it would fill the lines told of a failure"
+        rows = s.rows()
+    assert_whole(folder, rows, STEPS)
+    for row in rows:
+        assert row["staleness/max"] == 0
+        assert row["rho/mean"] == pytest.approx(1, abs=1e-3)
+        assert row["rho/max"] == pytest.approx(1, abs=5e-3)
+
+
+def test_server_then_buffer_then_learner_and_a_second_server_joins_during_the_run(experiment):
+    steps = 8
+    folder = experiment("server-first", learner={"steps": steps})
+    with services(folder) as s:
+        s.start("rollout")
+        s.start("rollout", "late")
+        for name in ("rollout", "late"):
+            s.says(name, "waiting for learner at")
+            s.says(name, "waiting for buffer at")
+        s.running["late"].send_signal(signal.SIGSTOP)
+        s.start("buffer")
+        s.says("buffer", "rollout server server-0 is here")
+        s.start("learner")
+        s.until(lambda: len(s.rows()) >= 2)
+        assert "late joined" not in s.log("learner")
+        s.running["late"].send_signal(signal.SIGCONT)
+        s.finish()
+        assert "late joined with 1 ranks" in s.log("learner")
+        taken = [int(v) for v in re.findall(r"sync: version (\d+): staged", s.log("late"))]
+        assert taken[0] >= 2, "the current version, not the first"
+        assert taken[-1] == steps
+        rows = s.rows()
+    assert_whole(folder, rows, steps)
+    assert max(row["staleness/max"] for row in rows) <= 2
+    lines = (folder / "run/metrics/rollout-late.jsonl").read_text().splitlines()
+    assert json.loads(lines[-1])["groups"] > 0, "it works beside the first"
