@@ -6,6 +6,7 @@ The shapes are those of ChatLearn (query/response/score, prompt, text, eval_func
 
 import importlib
 import json
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -26,7 +27,7 @@ class Adapter:
     read: Callable[[Row], Example]
     also: tuple[str, ...] = ()
     """Keys it reads beside them where they stand."""
-    rank: int = 2
+    rank: int = 4
     """Gives way to an adapter of higher rank whose keys are there too."""
 
     def __call__(self, row: Any) -> Example:
@@ -181,14 +182,14 @@ ADAPTERS: Mapping[str, Adapter] = {
         Adapter("rejected", ("prompt", "response", "rejected"), _rejected),
         Adapter("math", ("prompt", "eval_func", "answer"), _plain),
         Adapter("deepspeed", ("prompt", "chosen"), _deepspeed, also=("rejected",)),
-        Adapter("transcripts", ("chosen", "rejected"), _transcripts),
-        Adapter("messages", ("messages",), _messages),
+        Adapter("transcripts", ("chosen", "rejected"), _transcripts, rank=3),
+        Adapter("messages", ("messages",), _messages, rank=2),
         Adapter("verl", ("data_source", "prompt", "reward_model"), _verl),
     )
 }
 
 
-def find(name: str, first_rows: Sequence[Any], where: str) -> Adapter:
+def find(name: str, first_rows: Sequence[Row], where: str) -> Adapter:
     """The adapter of a source.
 
     Args:
@@ -205,19 +206,25 @@ def find(name: str, first_rows: Sequence[Any], where: str) -> Adapter:
         if name not in ADAPTERS:
             raise ValueError(f"adapter {name!r}: expected auto, module:function or one of {_known()}")
         return ADAPTERS[name]
-    for row in first_rows:
-        if not isinstance(row, dict):
-            raise ValueError(f"{where}: expected objects, got {type(row).__name__}")
-    shared = set.intersection(*({k for k, v in row.items() if v is not None} for row in first_rows))
-    fitting = [a for a in ADAPTERS.values() if set(a.keys) <= shared]
-    best = [a for a in fitting if not any(set(a.keys) < set(b.keys) for b in fitting)]
-    best = [a for a in best if a.rank == max(b.rank for b in best)]
+    keys = [{k for k, v in row.items() if v is not None} for row in first_rows]
+    best = _fitting(set.intersection(*keys))
     if len(best) == 1:
         return best[0]
-    told = f"could be {' or '.join(a.told() for a in best)}" if best else "of no known shape"
-    raise ValueError(
-        f"{where}: {told}; keys found: {_listed(sorted(shared))}; set `adapter` to one of {_known()}"
-    )
+    # A few rows that are not like the others (they will be told as bad rows) must not hide what the rest are.
+    votes = Counter(fit[0].name for row in keys if len(fit := _fitting(row)) == 1)
+    for name, count in votes.most_common(1):
+        if 2 * count >= len(keys):
+            return ADAPTERS[name]
+    told = f"could be {' or '.join(a.told() for a in best)}" if best else "rows of no known shape"
+    found = _listed(sorted(keys[0]))
+    raise ValueError(f"{where}: {told}; keys found: {found}; set `adapter` to one of {_known()}")
+
+
+def _fitting(keys: set[str]) -> list[Adapter]:
+    """The adapters that these keys speak for, the strongest only."""
+    fitting = [a for a in ADAPTERS.values() if set(a.keys) <= keys]
+    best = [a for a in fitting if not any(set(a.keys) < set(b.keys) for b in fitting)]
+    return [a for a in best if a.rank == max(b.rank for b in best)]
 
 
 def _known() -> str:

@@ -4,12 +4,16 @@ A prompt gets its row at its first lease and keeps it for good: queued, leased, 
 dropped by a named rule, so that every prompt of an epoch can be accounted for.
 """
 
+import logging
 import uuid
 from collections.abc import Callable
 
 from buffer.database import Database
+from buffer.examples import BadRow
 from buffer.prompts import PromptQueue, Row
 from buffer.records import Lease, Prompt
+
+logger = logging.getLogger(__name__)
 
 SERVER_STOPPED = "server_stopped"
 """Why a server that ends hands its leases back."""
@@ -49,11 +53,12 @@ class Ledger:
         drawn = self.queued("train", limit)
         start = epoch, position = self.place()
         while len(drawn) < limit:
-            row = self.queue.at(epoch, position)
-            if row is None:
+            found = self.queue.at(epoch, position)
+            if found is None:
                 break
-            self.enter(f"{epoch}/{row}", "train", epoch, row, turn=0)
-            drawn.append((f"{epoch}/{row}", row))
+            lap, row = found
+            self.enter(f"{lap}/{row}", "train", epoch, row, turn=0)
+            drawn.append((f"{lap}/{row}", row))
             epoch, position = self.queue.after(epoch, position)
         if (epoch, position) != start:  # an empty answer must not cost a write
             self._database.set_fact("epoch", epoch)
@@ -85,7 +90,13 @@ class Ledger:
 
     # Leases
 
-    def lend(self, name: str, request_id: str, version: int, kind: str, prompt_id: str, row: int) -> Lease:
+    def lend(
+        self, name: str, request_id: str, version: int, kind: str, prompt_id: str, row: int
+    ) -> Lease | None:
+        """Lend a queued prompt; None when its row cannot be read: the prompt is dropped by rule `bad_row`."""
+        prompt = self._prompt(kind, prompt_id, row)
+        if prompt is None:
+            return None
         turn = self._database.fact("turn", 0)
         self._database.set_fact("turn", turn + 1)
         lease_id = f"{turn}-{uuid.uuid4().hex}"
@@ -97,7 +108,16 @@ class Ledger:
             "UPDATE prompts SET state = 'leased', turn = ? WHERE prompt_id = ?", turn, prompt_id
         )
         self._deadlines[lease_id] = self._clock() + self._timeout_s
-        return Lease(lease_id, Prompt(prompt_id, self._rows[kind][row]), kind, version)
+        return Lease(lease_id, prompt, kind, version)
+
+    def _prompt(self, kind: str, prompt_id: str, row: int) -> Prompt | None:
+        try:
+            return Prompt(prompt_id, self._rows[kind][row])
+        except BadRow as error:
+            logger.warning("prompt %s is dropped: %s", prompt_id, error)
+            self.end_of_prompt(prompt_id)
+            self.drop(prompt_id, "bad_row")
+            return None
 
     def lent_for(self, request_id: str) -> list[Lease]:
         """What a request was granted and is still live."""
@@ -106,7 +126,8 @@ class Ledger:
             "FROM leases JOIN prompts USING (prompt_id) WHERE request_id = ? ORDER BY leases.turn",
             request_id,
         )
-        return [Lease(i, Prompt(p, self._rows[kind][row]), kind, v) for i, p, row, kind, v in found]
+        read = [(i, self._prompt(kind, p, row), kind, v) for i, p, row, kind, v in found.fetchall()]
+        return [Lease(i, prompt, kind, v) for i, prompt, kind, v in read if prompt is not None]
 
     def renew(self, lease_ids: list[str]) -> set[str]:
         """Give live leases their full time again; returns those that are nobody's any more."""

@@ -23,7 +23,7 @@ LONGEST_CYCLE = 10_000
 
 class Draw(NamedTuple):
     source: int
-    turn: int
+    lap: int
     """Passes over that source before this one."""
     row: int
     """Of the source's table."""
@@ -93,10 +93,10 @@ class Order:
         if self.epochs is not None and draw >= self.epochs * self.total:
             return None
         if self._counts is None:
-            turn, place = divmod(draw, self.total)
-            row = self._shuffled(-1, self.total, turn, place)
+            lap, place = divmod(draw, self.total)
+            row = self._shuffled(-1, self.total, lap, place)
             source = int(np.searchsorted(np.cumsum(self._sizes), row, side="right"))
-            return Draw(source, turn, row - sum(self._sizes[:source]))
+            return Draw(source, lap, row - sum(self._sizes[:source]))
         cycle, place = divmod(draw, sum(self._counts))
         if self._cycle[0] != cycle:
             slots = np.repeat(np.arange(len(self._counts)), self._counts)
@@ -105,15 +105,15 @@ class Order:
         slots = self._cycle[1]
         source = int(slots[place])
         drawn = cycle * self._counts[source] + int(np.count_nonzero(slots[:place] == source))
-        turn, place = divmod(drawn, self._sizes[source])
-        return Draw(source, turn, self._shuffled(source, self._sizes[source], turn, place))
+        lap, place = divmod(drawn, self._sizes[source])
+        return Draw(source, lap, self._shuffled(source, self._sizes[source], lap, place))
 
-    def _shuffled(self, source: int, rows: int, turn: int, place: int) -> int:
+    def _shuffled(self, source: int, rows: int, lap: int, place: int) -> int:
         if not self._shuffle:
             return place
-        if self._passes.get(source, (-1,))[0] != turn:
-            keys = [self._seed, turn] if source < 0 else [self._seed, turn, source]
-            self._passes[source] = (turn, _permutation(rows, keys))
+        if self._passes.get(source, (-1,))[0] != lap:
+            keys = [self._seed, lap] if source < 0 else [self._seed, lap, source]
+            self._passes[source] = (lap, _permutation(rows, keys))
         return int(self._passes[source][1][place])
 
 

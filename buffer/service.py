@@ -16,7 +16,7 @@ from buffer.commits import happens
 from buffer.config import BufferExperiment
 from buffer.database import RunLock
 from buffer.errors import DiskFailed
-from buffer.prompts import EVAL_SEED, PromptQueue, load_rows
+from buffer.prompts import EVAL_SEED, load_rows, open_prompts
 from buffer.server import BufferServer
 from buffer.store import Sources, Store
 
@@ -78,8 +78,7 @@ async def _serve(experiment: BufferExperiment, run_dir: Path) -> None:
 
 def _sources(experiment: BufferExperiment) -> Sources:
     data, evaluation = experiment.data, experiment.eval
-    rows = load_rows(data.train, experiment.seed)
-    queue = PromptQueue(rows, experiment.seed, data.epochs, data.shuffle)
+    queue = open_prompts(data, experiment.seed)
     if evaluation is None:
         return Sources(queue, [], None)
     return Sources(queue, load_rows(evaluation.source, experiment.seed + EVAL_SEED), evaluation.every)

@@ -1,15 +1,17 @@
 """What a `data.train` or `eval.source` section names, opened as a table."""
 
+import codecs
+import glob
 import importlib
 from pathlib import Path
 from typing import Any
 
 from buffer.adapters import plain
+from buffer.arrow_tables import ArrowTable, saved_by_datasets
 from buffer.examples import BadRow
-from buffer.experiment import FilesSource, FunctionSource, JsonlSource, ReasoningGymSource
-from buffer.tables import Joined, JsonLines, ListTable, Table
-
-SingleSource = JsonlSource | FilesSource | FunctionSource | ReasoningGymSource
+from buffer.experiment import FilesSource, FunctionSource, JsonlSource, ReasoningGymSource, SingleSource
+from buffer.tables import Joined, ListTable, Table
+from buffer.text_tables import TextTable, items, lines
 
 
 def open_table(source: SingleSource, seed: int) -> Table:
@@ -24,15 +26,48 @@ def open_table(source: SingleSource, seed: int) -> Table:
     """
     match source:
         case JsonlSource():
-            return JsonLines(Path(source.path))
+            return TextTable(Path(source.path), lines)
         case FilesSource():
             paths = [source.path] if isinstance(source.path, str) else source.path
-            tables = [JsonLines(Path(path)) for path in paths]
+            tables = [_file(path) for pattern in paths for path in _matching(pattern)]
             return tables[0] if len(tables) == 1 else Joined(tables)
         case FunctionSource():
             return _function(source)
         case ReasoningGymSource():
             return _reasoning_gym(source, seed)
+
+
+def _matching(pattern: str) -> list[Path]:
+    """A path as it stands, or the files that a pattern with * ? or [ names, by name."""
+    if Path(pattern).exists() or not glob.has_magic(pattern):
+        return [Path(pattern)]
+    found = sorted(Path(path) for path in glob.glob(pattern))
+    if not found:
+        raise ValueError(f"{pattern}: no file matches the pattern")
+    return found
+
+
+def _file(path: Path) -> Table:
+    """A file by what is in it; its name decides only that .jsonl is never an array."""
+    if path.is_dir():
+        return ArrowTable(str(path), saved_by_datasets(path))
+    if path.suffix in (".jsonl", ".ndjson"):
+        return TextTable(path, lines)
+    try:
+        with path.open("rb") as file:
+            head = file.read(4096)
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read: {error}") from None
+    if path.suffix in (".parquet", ".arrow") or head.startswith((b"PAR1", b"ARROW1")):
+        return ArrowTable(str(path), [path])
+    match head.removeprefix(codecs.BOM_UTF8).lstrip()[:1]:
+        case b"[":
+            return TextTable(path, items)
+        case b"{" | b"":
+            return TextTable(path, lines)
+    raise ValueError(
+        f"{path}: expected JSON lines, a JSON array, parquet, arrow, or a folder saved by datasets"
+    )
 
 
 def _function(source: FunctionSource) -> Table:

@@ -113,7 +113,10 @@ class Store:
         if not self.finished():
             room = min(max_groups - len(drawn), self.room())
             drawn += [("train", *prompt) for prompt in self.ledger.draw(room)]
-        return [self.ledger.lend(name, request_id, published, *prompt) for prompt in drawn]
+        lent = [self.ledger.lend(name, request_id, published, *prompt) for prompt in drawn]
+        if None in lent:
+            self._stock_changed = True  # the data may be exhausted by it
+        return [lease for lease in lent if lease is not None]
 
     def renew(self, lease_ids: list[str]) -> set[str]:
         """Give live leases their full time again; returns those that are nobody's any more."""

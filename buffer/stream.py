@@ -3,6 +3,7 @@
 What a source holds is read row by row when it is asked for. A restart seeks the exact row.
 """
 
+import hashlib
 import logging
 from collections import Counter
 from collections.abc import Sequence
@@ -11,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from buffer import cache
 from buffer.adapters import Adapter, find
 from buffer.examples import BadRow, Example, Stage
 from buffer.experiment import BlendSource, DataConfig, PromptSource
@@ -31,21 +33,20 @@ class Source:
     table: Table
     adapter: Adapter
     stage: Stage
+    split: str | None
     share: np.ndarray | None
+    """The table's rows that belong to the stage; None: all."""
 
     def __len__(self) -> int:
         return len(self.table) if self.share is None else len(self.share)
 
-    def row(self, place: int) -> int:
-        """The table's number of the share's `place`-th row."""
-        return place if self.share is None else int(self.share[place])
-
-    def example(self, row: int) -> Example:
-        """Row `row` of the table, as the stage wants it.
+    def example(self, place: int) -> Example:
+        """The share's `place`-th row, as the stage wants it.
 
         Raises:
             BadRow: With the row's place.
         """
+        row = place if self.share is None else int(self.share[place])
         try:
             return self.adapter(self.table[row]).fitted(self.stage)
         except BadRow as error:
@@ -59,12 +60,15 @@ class ExampleStream:
         counts: Rows left out so far, by reason: `bad_row`, and what `drop` was told.
     """
 
-    def __init__(self, sources: Sequence[Source], order: Order, skip_bad_rows: bool) -> None:
+    def __init__(
+        self, sources: Sequence[Source], weights: Sequence[float] | None, order: Order, skip_bad_rows: bool
+    ) -> None:
         self.counts: Counter[str] = Counter()
         self._sources = sources
         self._order = order
         self._skip = skip_bad_rows
         self._draw = 0
+        self._data = fingerprint_of(sources, weights)
 
     def __len__(self) -> int:
         """Draws of an epoch."""
@@ -74,18 +78,19 @@ class ExampleStream:
         """The next examples; fewer than `count` only where the last epoch ends.
 
         Raises:
-            BadRow: A row cannot be read, and the config does not say to skip it.
+            BadRow: A row cannot be read, and the config does not say to skip it, or none of an epoch can.
         """
         taken: list[Example] = []
+        skipped = 0
         while len(taken) < count:
             draw = self._order.at(self._draw)
             if draw is None:
                 break
-            source = self._sources[draw.source]
             try:
-                taken.append(source.example(source.row(draw.row)))
+                taken.append(self._sources[draw.source].example(draw.row))
             except BadRow as error:
-                if not self._skip:
+                skipped += 1
+                if not self._skip or skipped > self._order.total:
                     raise
                 self.counts["bad_row"] += 1
                 logger.warning("left out: %s", error)
@@ -99,19 +104,26 @@ class ExampleStream:
     @property
     def position(self) -> dict[str, Any]:
         """Where the next example comes from: plain JSON, for `seek`."""
-        return {"draw": self._draw, "counts": dict(self.counts)}
+        return {"draw": self._draw, "counts": dict(self.counts), "data": self._data}
 
     def seek(self, position: dict[str, Any]) -> None:
         """Go on exactly where a stream of the same config, seed and data was.
 
         Raises:
-            ValueError: Not a position.
+            ValueError: Not a position, or one in other data.
         """
         try:
-            self._draw = int(position["draw"])
-            self.counts = Counter({str(k): int(v) for k, v in position["counts"].items()})
+            draw, data = int(position["draw"]), position["data"]
+            counts = Counter({str(k): int(v) for k, v in position["counts"].items()})
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ValueError(f"not a position in the data: {position!r}: {error!r}") from None
+        if data != self._data or draw < 0:
+            names = ", ".join(source.table.name for source in self._sources)
+            raise ValueError(
+                f"{names}: not the rows that this run began with (or split, weights or adapter changed): its "
+                "place in them is lost; start another run"
+            )
+        self._draw, self.counts = draw, counts
 
 
 def open_stream(config: DataConfig, seed: int, stage: Stage) -> ExampleStream:
@@ -126,8 +138,9 @@ def open_stream(config: DataConfig, seed: int, stage: Stage) -> ExampleStream:
         ValueError: What is wrong with which source or row.
     """
     sources, weights = open_sources(config.train, seed, stage, config.split)
+    check(sources, config.on_bad_row == "skip")
     order = Order([len(s) for s in sources], weights, seed, config.shuffle, config.epochs)
-    return ExampleStream(sources, order, config.on_bad_row == "skip")
+    return ExampleStream(sources, weights, order, config.on_bad_row == "skip")
 
 
 def open_sources(
@@ -146,12 +159,59 @@ def open_sources(
     for part in parts:
         table = open_table(part, seed)
         rows = first_rows(table, LOOKED_AT)
-        if not rows:
-            raise ValueError(f"{table.name}: no rows; at least one is needed")
         adapter = find(getattr(part, "adapter", "auto"), rows, table.name)
         logger.info("%s: read as %s, %d rows", table.name, adapter.told(), len(table))
-        source = Source(table, adapter, stage, share(len(table), split, stage))
+        source = Source(table, adapter, stage, split, share(len(table), split, stage))
         if not len(source):
             raise ValueError(f"{table.name}: data.split {split!r} leaves no rows for {stage}")
         sources.append(source)
     return sources, weights
+
+
+def check(sources: Sequence[Source], skip_bad_rows: bool) -> None:
+    """Read every row once, so that a bad one is told at the start and not in the middle of a run.
+
+    That a large file passed is kept beside its index, unless it is read by a function of the user's. Where
+    bad rows are skipped, one good row in each source will do.
+
+    Raises:
+        BadRow: The first that cannot be used, with its place.
+    """
+    for source in sources:
+        if skip_bad_rows:
+            _check_any(source)
+            continue
+        key = None if ":" in source.adapter.name else source.table.key
+        passed = f"{key}.{source.adapter.name}.{source.stage}.{source.split or 'all'}.checked"
+        if key is not None:
+            if (cache.folder() / passed).exists():
+                continue
+            logger.info("%s: checking %d rows, this once", source.table.name, len(source))
+        for place in range(len(source)):
+            source.example(place)
+        if key is not None:
+            cache.made(passed, lambda sink: None)
+
+
+def _check_any(source: Source) -> None:
+    first: BadRow | None = None
+    for place in range(len(source)):
+        try:
+            source.example(place)
+        except BadRow as error:
+            first = first or error
+        else:
+            return
+    assert first is not None, "a source without rows"
+    raise ValueError(f"{source.table.name}: no row can be used, the first because of {first}")
+
+
+def fingerprint_of(sources: Sequence[Source], weights: Sequence[float] | None) -> str:
+    """Changes when a source's rows, the way they are read, the split or the weights do. How closely a large
+    file is looked at: `cache.content`."""
+    digest = hashlib.blake2b(digest_size=16)
+    for source in sources:
+        split = f"{source.split} {source.stage}" if source.split else ""
+        digest.update(f"{source.table.fingerprint()}\n{source.adapter.name}\n{split}\n".encode())
+    digest.update(repr(weights).encode())
+    return digest.hexdigest()

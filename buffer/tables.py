@@ -1,18 +1,21 @@
-"""Rows of a data source by number, none of them held in memory that lies in a file."""
+"""Rows of a data source by number."""
 
+import hashlib
 import json
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from itertools import accumulate, islice
-from pathlib import Path
 from typing import Any, Protocol
 
+from buffer import cache
 from buffer.examples import BadRow
 
 
 class Table(Protocol):
     name: str
     """Of the source, for messages."""
+    key: str | None
+    """Of what is kept about its file, which changes when the file does; None when nothing is."""
 
     def __len__(self) -> int: ...
 
@@ -28,9 +31,15 @@ class Table(Protocol):
         """Where it stands, fit to be told."""
         ...
 
+    def fingerprint(self) -> str:
+        """Changes when a row does."""
+        ...
+
 
 class ListTable:
-    """Rows that were made in this process."""
+    """Rows that were made in this process: plain JSON."""
+
+    key = None
 
     def __init__(self, name: str, rows: Sequence[Any]) -> None:
         self.name = name
@@ -45,33 +54,11 @@ class ListTable:
     def where(self, row: int) -> str:
         return f"{self.name} row {row}"
 
-
-class JsonLines:
-    """A file of one JSON object a line; blank lines are nothing."""
-
-    def __init__(self, path: Path) -> None:
-        self.name = str(path)
-        try:
-            with path.open("rb") as file:
-                self._lines = [(n, line) for n, line in enumerate(file, start=1) if line.strip()]
-        except OSError as error:
-            raise ValueError(
-                f"{path}: cannot be read: {error}; expected a file of one JSON object a line"
-            ) from None
-
-    def __len__(self) -> int:
-        return len(self._lines)
-
-    def __getitem__(self, row: int) -> Any:
-        try:
-            return json.loads(self._lines[row][1])
-        except json.JSONDecodeError as error:
-            raise BadRow(f"not JSON: {error.msg} at column {error.colno}") from None
-        except UnicodeDecodeError as error:
-            raise BadRow(f"not UTF-8: {error.reason} at byte {error.start}") from None
-
-    def where(self, row: int) -> str:
-        return f"{self.name}:{self._lines[row][0]}"
+    def fingerprint(self) -> str:
+        digest = hashlib.blake2b(digest_size=16)
+        for row in self._rows:
+            digest.update(json.dumps(row, sort_keys=True).encode() + b"\n")
+        return digest.hexdigest()
 
 
 class Joined:
@@ -79,6 +66,8 @@ class Joined:
 
     def __init__(self, tables: Sequence[Table]) -> None:
         self.name = f"{tables[0].name} and {len(tables) - 1} more"
+        keys = [table.key for table in tables]
+        self.key = None if None in keys else cache.joined(keys)
         self._tables = tables
         self._ends = list(accumulate(len(t) for t in tables))
 
@@ -93,20 +82,38 @@ class Joined:
         table, own = self._find(row)
         return table.where(own)
 
+    def fingerprint(self) -> str:
+        return "|".join(table.fingerprint() for table in self._tables)
+
     def _find(self, row: int) -> tuple[Table, int]:
         index = bisect_right(self._ends, row)
         table = self._tables[index]
         return table, row - self._ends[index] + len(table)
 
 
-def first_rows(table: Table, count: int) -> list[Any]:
-    """The first rows that can be read."""
-    return list(islice(_readable(table), count))
+def first_rows(table: Table, count: int) -> list[dict[str, Any]]:
+    """The first `count` rows that are objects.
+
+    Raises:
+        ValueError: There are none.
+    """
+    rows = list(islice(_objects(table), count))
+    if rows:
+        return rows
+    if not len(table):
+        raise ValueError(f"{table.name}: no rows; at least one is needed")
+    try:
+        reason = f"expected an object, got {type(table[0]).__name__}"
+    except BadRow as error:
+        reason = error.reason
+    raise ValueError(f"{table.name}: not one of {len(table)} rows can be read; {table.where(0)}: {reason}")
 
 
-def _readable(table: Table) -> Iterator[Any]:
+def _objects(table: Table) -> Iterator[dict[str, Any]]:
     for row in range(len(table)):
         try:
-            yield table[row]
+            value = table[row]
         except BadRow:
             continue
+        if isinstance(value, dict):
+            yield value

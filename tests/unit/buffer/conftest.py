@@ -93,6 +93,11 @@ class Bench:
         return dict(self.store.database.run("SELECT prompt_id, state FROM prompts").fetchall())
 
 
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+
+
 @pytest.fixture
 def group() -> Callable[..., Group]:
     return made_group

@@ -2,14 +2,14 @@ import json
 
 import pytest
 
-from buffer.experiment import FunctionSource, JsonlSource, ReasoningGymSource
-from buffer.prompts import EVAL_SEED, PromptQueue, load_rows
+from buffer.experiment import DataConfig, FunctionSource, JsonlSource, ReasoningGymSource
+from buffer.prompts import EVAL_SEED, PromptQueue, fingerprint, load_rows, open_prompts
 
 
 def walk(queue):
     place, rows = (0, 0), []
     while (row := queue.at(*place)) is not None:
-        rows.append((place[0], row))
+        rows.append(row)
         place = queue.after(*place)
     return rows
 
@@ -25,7 +25,7 @@ def test_each_epoch_has_every_row_once(shuffle):
 def test_the_order_is_the_seeds_and_the_same_after_a_restart():
     def order(seed):
         queue = PromptQueue([{}] * 20, seed, 1, True)
-        return [queue.at(0, p) for p in range(20)]
+        return [queue.at(0, p)[1] for p in range(20)]
 
     assert order(5) == order(5) != order(6)
     # Frozen: a run that is resumed under another numpy must go on in the same order.
@@ -37,7 +37,7 @@ def test_the_order_is_the_seeds_and_the_same_after_a_restart():
     [
         ("{", "rows.jsonl:2: not JSON"),
         ("[1]", "rows.jsonl:2: expected an object"),
-        ('{"answer": 1}', "rows.jsonl:2: prompt: expected text"),
+        ('{"answer": 1}', "rows.jsonl:2: prompt: missing; read as prompt, keys found: `answer`"),
         ('{"prompt": ""}', "rows.jsonl:2: prompt"),
         ('{"prompt": [{"role": "user"}]}', "rows.jsonl:2: prompt: expected chat messages"),
         ('{"prompt": "p", "metadata": 3}', "rows.jsonl:2: metadata"),
@@ -81,3 +81,52 @@ def test_reasoning_gym_rows_carry_what_the_verifier_needs():
 def test_an_unknown_reasoning_gym_dataset_is_told():
     with pytest.raises(ValueError, match="nonesuch"):
         load_rows(ReasoningGymSource(kind="reasoning_gym", dataset="nonesuch"), 1)
+
+
+def files(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return {"kind": "files", "path": str(path)}
+
+
+def test_prompts_of_every_shape_go_out_as_rows(tmp_path):
+    user = {"role": "user", "content": "2+2?"}
+    row = {"data_source": "x", "prompt": [user], "reward_model": {"ground_truth": "4"}}
+    queue = open_prompts(DataConfig.model_validate({"train": files(tmp_path / "a", [row])}), 1)
+    assert queue.rows[0] == {**row, "answer": "4"}
+    row = {"query": "2+2?", "eval_func": "f"}
+    queue = open_prompts(DataConfig.model_validate({"train": files(tmp_path / "b", [row])}), 1)
+    assert queue.rows[0] == {**row, "prompt": "\n\nHuman: 2+2?\n\nAssistant: "}
+
+
+def test_a_blend_never_gives_a_prompt_the_same_id_twice(tmp_path):
+    parts = [
+        {"source": files(tmp_path / "a", [{"prompt": f"a{i}"} for i in range(12)]), "weight": 1},
+        {"source": files(tmp_path / "b", [{"prompt": f"b{i}"} for i in range(3)]), "weight": 3},
+    ]
+    data = DataConfig.model_validate({"train": {"kind": "blend", "parts": parts}, "epochs": 4})
+    queue = open_prompts(data, 1)
+    taken = walk(queue)
+    assert len(set(taken)) == len(taken) == 4 * 15
+    prompts = [queue.rows[row]["prompt"] for _, row in taken]
+    assert sum(p[0] == "a" for p in prompts) == 15
+    assert prompts == [queue.rows[row]["prompt"] for _, row in walk(open_prompts(data, 1))]
+
+
+def test_the_fingerprint_follows_rows_reading_split_and_weights(tmp_path):
+    def of(**keys):
+        return fingerprint(open_prompts(DataConfig.model_validate(keys), 1).rows)
+
+    train = files(tmp_path / "a.jsonl", [{"prompt": f"p{i}", "text": "\n\nAssistant: "} for i in range(20)])
+    part = {"source": train, "weight": 1}
+    different = [
+        of(train=train),
+        of(train=train, split="1,1,1"),
+        of(train=train, split="1,1,2"),
+        of(train={**train, "adapter": "text"}),
+        of(train={"kind": "blend", "parts": [part, part]}),
+        of(train={"kind": "blend", "parts": [part, {**part, "weight": 2}]}),
+    ]
+    assert len(set(different)) == len(different)
+    assert of(train=train, epochs=3) == different[0]
+    files(tmp_path / "a.jsonl", [{"prompt": f"q{i}", "text": "\n\nAssistant: "} for i in range(20)])
+    assert of(train=train) != different[0]

@@ -1,10 +1,13 @@
 import json
+import logging
 
 import pytest
 
+from buffer import cache
 from buffer.examples import BadRow, Example
 from buffer.experiment import DataConfig
 from buffer.stream import open_stream
+from buffer.text_tables import TextTable
 
 
 def config(path, **keys):
@@ -38,7 +41,7 @@ def test_bad_rows_are_told_or_counted(tmp_path):
     assert [e.prompt for e in stream.take(9)] == ["a", "b"]
     assert stream.counts == {"bad_row": 2}
     with pytest.raises(BadRow, match=r"a\.jsonl:3: not JSON"):
-        open_stream(config(path, shuffle=False), 1, "rl").take(9)
+        open_stream(config(path), 1, "rl")
 
 
 def test_a_stage_gets_the_responses_it_trains_on(tmp_path):
@@ -51,3 +54,96 @@ def test_a_stage_gets_the_responses_it_trains_on(tmp_path):
     assert first("reward") == first("dpo") == Example("q", ("x", "y"), (0.3, 0.7), rows[0])
     assert first("sft") == Example("q", ("y",), (), rows[0])
     assert first("rl") == Example("q", (), (), rows[0])
+
+
+def blend(tmp_path, weights, **keys):
+    parts = []
+    for name, (rows, weight) in weights.items():
+        path = written(tmp_path / f"{name}.jsonl", [{"prompt": f"{name}{i}"} for i in range(rows)])
+        parts.append({"source": {"kind": "files", "path": str(path)}, "weight": weight})
+    return DataConfig.model_validate({"train": {"kind": "blend", "parts": parts}, **keys})
+
+
+def test_a_blend_resumes_at_the_exact_row(tmp_path):
+    config = blend(tmp_path, {"a": (40, 0.5), "b": (9, 0.3), "c": (3, 0.2)}, epochs=5)
+    whole = [e.prompt for e in open_stream(config, 3, "rl").take(1000)]
+    assert len(whole) == 5 * 52
+    assert [sum(p[0] == name for p in whole) for name in "abc"] == [130, 78, 52]
+    for done in (0, 1, 17, 52, 259):
+        first = open_stream(config, 3, "rl")
+        assert [e.prompt for e in first.take(done)] == whole[:done]
+        again = open_stream(config, 3, "rl")
+        again.seek(json.loads(json.dumps(first.position)))
+        assert [e.prompt for e in again.take(1000)] == whole[done:]
+    assert [e.prompt for e in open_stream(config, 4, "rl").take(1000)] != whole
+
+
+def test_stages_share_no_row_whatever_their_seeds(tmp_path):
+    rows = [{"prompt": f"p{i}", "chosen": "a", "rejected": "b"} for i in range(200)]
+    data = config(written(tmp_path / "a.jsonl", rows), split="2,4,4", epochs=1)
+    seen = {
+        stage: [e.prompt for e in open_stream(data, seed, stage).take(999)]
+        for seed, stage in enumerate(("sft", "reward", "rl"))
+    }
+    assert {stage: len(prompts) for stage, prompts in seen.items()} == {"sft": 40, "reward": 80, "rl": 80}
+    assert sorted(p for prompts in seen.values() for p in prompts) == sorted(row["prompt"] for row in rows)
+    with pytest.raises(ValueError, match="'1,0,1' leaves no rows for reward"):
+        open_stream(config(tmp_path / "a.jsonl", split="1,0,1"), 1, "reward")
+
+
+def test_a_place_in_other_data_is_refused(tmp_path):
+    path = written(tmp_path / "a.jsonl", [{"prompt": f"p{i}"} for i in range(5)])
+    position = open_stream(config(path), 1, "rl").position
+    open_stream(config(path, train={"kind": "jsonl", "path": str(path)}), 1, "rl").seek(
+        position
+    )  # the same rows
+    with pytest.raises(ValueError, match=r"a\.jsonl: not the rows that this run began with"):
+        open_stream(config(path, split="0,0,1"), 1, "rl").seek(position)
+    written(path, [{"prompt": f"p{i}"} for i in (0, 1, 2, 3, 9)])
+    with pytest.raises(ValueError, match="not the rows"):
+        open_stream(config(path), 1, "rl").seek(position)
+    for nonsense in ({}, {"draw": "x"}, {**position, "counts": 3}):
+        with pytest.raises(ValueError, match="not a position"):
+            open_stream(config(path), 1, "rl").seek(nonsense)
+
+
+def test_what_was_left_out_is_counted_over_a_restart(tmp_path):
+    path = written(tmp_path / "a.jsonl", [{"prompt": "a"}, {"prompt": 3}, {"prompt": "c"}])
+    stream = open_stream(config(path, on_bad_row="skip", epochs=2), 1, "rl")
+    assert len(stream.take(3)) == 3
+    stream.drop("too_long")
+    again = open_stream(config(path, on_bad_row="skip", epochs=2), 1, "rl")
+    again.seek(stream.position)
+    assert again.counts == stream.counts
+    assert again.counts["too_long"] == 1
+    assert len(again.take(9)) == 1
+    assert again.counts["bad_row"] == 2
+
+
+def test_rows_that_no_stage_can_use_end_the_start(tmp_path):
+    path = written(tmp_path / "a.jsonl", [{"prompt": "a"}] * 3)
+    with pytest.raises(BadRow, match=r"a\.jsonl:1: sft needs a response"):
+        open_stream(config(path), 1, "sft")
+    with pytest.raises(ValueError, match=r"no row can be used, the first because of .*sft needs a response"):
+        open_stream(config(path, on_bad_row="skip"), 1, "sft")
+
+
+def test_how_a_file_is_read_is_said_in_one_line(tmp_path, caplog):
+    path = written(tmp_path / "a.jsonl", [{"prompt": "a", "chosen": "b", "rejected": "c"}])
+    with caplog.at_level(logging.INFO):
+        open_stream(config(path), 1, "dpo")
+    assert caplog.messages == [f"{path}: read as deepspeed (prompt, chosen, rejected), 1 rows"]
+
+
+def test_a_large_file_is_checked_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(cache, "CACHED_FROM", 10)
+    path = written(tmp_path / "a.jsonl", [{"prompt": f"p{i}"} for i in range(50)])
+    open_stream(config(path), 1, "rl")
+    read = []
+    original = TextTable.__getitem__
+    monkeypatch.setattr(TextTable, "__getitem__", lambda self, row: read.append(row) or original(self, row))
+    open_stream(config(path), 1, "rl")
+    assert len(read) == 16, "only the first rows, which tell the shape"
+    path.write_text(path.read_text() + '{"prompt": 7}\n')
+    with pytest.raises(BadRow, match=r"a\.jsonl:51: prompt"):
+        open_stream(config(path), 1, "rl")

@@ -1,0 +1,70 @@
+"""Prompts whose rows cannot be read leave the run by a named rule; nobody waits for them."""
+
+import json
+
+import pytest
+
+from buffer.config import BufferConfig
+from buffer.experiment import DataConfig
+from buffer.prompts import open_prompts
+from buffer.store import Sources, Store
+
+RULES = BufferConfig(groups_per_batch=2, max_staleness=4)
+
+
+def opened(tmp_path, rows, **keys):
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = {"train": {"kind": "files", "path": str(path)}, "epochs": 1, "shuffle": False, **keys}
+    queue = open_prompts(DataConfig.model_validate(data), 1)
+    store = Store(tmp_path, "test", RULES, Sources(queue, [], None), lambda: 0.0)
+    with store.transaction():
+        store.published(0)
+    return store
+
+
+def test_a_bad_row_is_dropped_and_counted(tmp_path):
+    store = opened(tmp_path, [{"prompt": "a"}, {"prompt": 3}, {"prompt": "c"}], on_bad_row="skip")
+    with store.transaction():
+        store.take_changes()
+        leases = store.lease("server", "request", 3)
+        assert [lease.prompt.row for lease in leases] == [{"prompt": "a"}, {"prompt": "c"}]
+        assert store.take_changes() == (True, True)
+        assert store.status()["dropped"] == {"bad_row": 1}
+        assert [lease.prompt.prompt_id for lease in store.lease("server", "request", 3)] == ["0/0", "0/2"]
+    states = dict(store.database.run("SELECT prompt_id, state FROM prompts").fetchall())
+    assert states == {"0/0": "leased", "0/1": "dropped", "0/2": "leased"}
+    store.close()
+
+
+def test_by_default_a_bad_row_ends_the_start(tmp_path):
+    with pytest.raises(ValueError, match=r"rows\.jsonl:2: prompt: expected text"):
+        opened(tmp_path, [{"prompt": "a"}, {"prompt": 3}])
+
+
+def test_a_file_that_changes_under_a_run_costs_prompts_not_the_service(tmp_path):
+    store = opened(tmp_path, [{"prompt": "a"}, {"prompt": "b"}])
+    with store.transaction():
+        assert len(store.lease("server", "request", 1)) == 1
+    (tmp_path / "rows.jsonl").write_text("")
+    with store.transaction():
+        assert store.lease("server", "request", 1) == [], "the lease that was granted cannot be told again"
+        assert store.lease("server", "next", 1) == []
+        assert store.status()["dropped"] == {"bad_row": 2}
+        assert store.status()["leased"] == 0
+    store.close()
+
+
+def test_a_restart_goes_on_with_the_same_rows(tmp_path):
+    rows = [{"prompt": f"p{i}"} for i in range(6)]
+    store = opened(tmp_path, rows, shuffle=True)
+    with store.transaction():
+        first = [lease.prompt.row["prompt"] for lease in store.lease("server", "one", 2)]
+    store.close()
+    store = opened(tmp_path, rows, shuffle=True)
+    with store.transaction():
+        rest = [lease.prompt.row["prompt"] for lease in store.lease("server", "two", 9)]
+    assert sorted(first + rest) == [f"p{i}" for i in range(6)]
+    store.close()
+    with pytest.raises(ValueError, match="the training rows changed"):
+        opened(tmp_path, [*rows[:5], {"prompt": "other"}], shuffle=True)

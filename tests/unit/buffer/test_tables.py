@@ -1,0 +1,269 @@
+import datetime
+import json
+import os
+import subprocess
+import sys
+
+import pyarrow as pa
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pyarrow import ipc, parquet
+
+from buffer import cache, text_tables
+from buffer.examples import BadRow
+from buffer.experiment import FilesSource
+from buffer.sources import open_table
+from buffer.text_tables import TextTable, items, lines
+
+ROWS = [{"prompt": f"é{i}", "answer": i, "metadata": {"a": [i, None]}} for i in range(7)]
+
+
+def opened(*paths):
+    return open_table(FilesSource(kind="files", path=tuple(str(p) for p in paths)), seed=1)
+
+
+def rows_of(table):
+    return [table[i] for i in range(len(table))]
+
+
+def write_arrow(path, rows, new=ipc.new_stream, batch=3, options=None):
+    table = pa.Table.from_pylist(rows)
+    with new(str(path), table.schema, options=options) as writer:
+        writer.write_table(table, max_chunksize=batch)
+    return path
+
+
+def test_json_lines(tmp_path):
+    path = tmp_path / "a.jsonl"
+    text = "\n\r\n \n".join(json.dumps(row, ensure_ascii=False) for row in ROWS)
+    path.write_bytes(b"\xef\xbb\xbf" + text.encode())
+    table = opened(path)
+    assert rows_of(table) == ROWS
+    assert table.where(2) == f"{path}:7"
+
+
+@pytest.mark.parametrize("name", ["a.json", "a"])
+def test_a_json_array(tmp_path, name):
+    path = tmp_path / name
+    path.write_text(json.dumps(ROWS, ensure_ascii=False, indent=2), encoding="utf-8-sig")
+    table = opened(path)
+    assert rows_of(table) == ROWS
+    assert table.where(2) == f"{path} item 3"
+
+
+@given(
+    st.lists(
+        st.recursive(
+            st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=9),
+            lambda inner: st.lists(inner, max_size=3)
+            | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+            max_leaves=5,
+        ),
+        max_size=6,
+    ),
+    st.sampled_from([None, 1, "\t"]),
+    st.booleans(),
+    st.integers(1, 40),
+)
+@settings(max_examples=60, deadline=None)
+def test_any_json_array_is_cut_at_its_items(tmp_path_factory, values, indent, escaped, chunk):
+    path = tmp_path_factory.mktemp("array") / "a.json"
+    path.write_text(json.dumps(values, indent=indent, ensure_ascii=escaped), encoding="utf-8")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(text_tables, "CHUNK", chunk)
+        table = TextTable(path, items)
+        assert rows_of(table) == values
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ('[{"a": 1}, {"a": }, {"a": 2}]', "item 2: not JSON: Expecting value"),
+        ('[{"a": 1} {"a": 2}]', "after item 1: expected a comma"),
+        ('[{"a": 1}, ', "item 2: not JSON"),
+        ('[{"a": 1}', "after item 1: expected a comma or the array's end"),
+        ('[{"a": "1}]', "item 1: not JSON: Unterminated string"),
+        ("[" + "[" * 100_000, "item 1: not JSON: nested too deeply"),
+    ],
+)
+def test_a_broken_array_is_told_by_item(tmp_path, text, complaint):
+    path = tmp_path / "a.json"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=complaint):
+        opened(path)
+
+
+def test_a_broken_line_costs_that_line(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'{"a": 1}\n{"a": "\xff"}\n' + b"[" * 100_000 + b'\n{"a": 2}')
+    table = opened(path)
+    assert [table[0], table[3]] == [{"a": 1}, {"a": 2}]
+    with pytest.raises(BadRow, match="not UTF-8"):
+        table[1]
+    with pytest.raises(BadRow, match="nested too deeply"):
+        table[2]
+
+
+@pytest.mark.parametrize("name", ["stream.arrow", "file.arrow", "packed.arrow", "a.parquet", "b"])
+def test_arrow_and_parquet(tmp_path, name):
+    path = tmp_path / name
+    if name == "a.parquet":
+        parquet.write_table(pa.Table.from_pylist(ROWS), path, row_group_size=2)
+    else:
+        packed = ipc.IpcWriteOptions(compression="zstd") if name == "packed.arrow" else None
+        write_arrow(path, ROWS, ipc.new_stream if name == "stream.arrow" else ipc.new_file, options=packed)
+    table = opened(path)
+    assert rows_of(table) == ROWS
+    assert table.where(2) == f"{path} row 2"
+
+
+def test_values_json_has_no_word_for(tmp_path):
+    day = datetime.date(2026, 1, 2)
+    path = write_arrow(tmp_path / "a.arrow", [{"prompt": "a", "day": day, "raw": None}, {"raw": b"\0"}])
+    table = opened(path)
+    assert table[0] == {"prompt": "a", "day": "2026-01-02", "raw": None}
+    with pytest.raises(BadRow, match="plain JSON"):
+        table[1]
+
+
+def test_a_folder_saved_by_datasets(tmp_path):
+    folder = tmp_path / "train"
+    folder.mkdir()
+    names = ["data-00000-of-00002.arrow", "data-00001-of-00002.arrow"]
+    write_arrow(folder / names[0], ROWS[:4])
+    write_arrow(folder / names[1], ROWS[4:])
+    (folder / "state.json").write_text(json.dumps({"_data_files": [{"filename": n} for n in names]}))
+    assert rows_of(opened(folder)) == ROWS
+    (tmp_path / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
+    with pytest.raises(ValueError, match=r"several splits; name one: .*/train or .*/test"):
+        opened(tmp_path)
+    (folder / "state.json").unlink()
+    with pytest.raises(ValueError, match=r"not a folder saved by Hugging Face datasets.*\*\.parquet"):
+        opened(folder)
+
+
+def test_several_files_are_one_table(tmp_path):
+    first, second = tmp_path / "part-1.jsonl", tmp_path / "part-2.json"
+    first.write_text("".join(json.dumps(row) + "\n" for row in ROWS[:3]))
+    second.write_text(json.dumps(ROWS[3:]))
+    for table in (opened(first, second), opened(tmp_path / "part-*")):
+        assert rows_of(table) == ROWS
+        assert (table.where(2), table.where(3)) == (f"{first}:3", f"{second} item 1")
+    with pytest.raises(ValueError, match="no file matches"):
+        opened(tmp_path / "other-*")
+
+
+def test_what_is_no_data_is_told(tmp_path):
+    (tmp_path / "a.txt").write_text("hello")
+    (tmp_path / "a.parquet").write_text("hello")
+    with pytest.raises(ValueError, match=r"a\.txt: expected JSON lines, a JSON array, parquet, arrow"):
+        opened(tmp_path / "a.txt")
+    with pytest.raises(ValueError, match=r"a\.parquet: cannot be read"):
+        opened(tmp_path / "a.parquet")
+    with pytest.raises(ValueError, match="none: cannot be read"):
+        opened(tmp_path / "none")
+
+
+def test_the_index_of_a_large_file_is_kept_until_the_file_changes(tmp_path, monkeypatch):
+    monkeypatch.setattr(cache, "CACHED_FROM", 10)
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"a": 1}\n{"a": 2}\n')
+    assert rows_of(opened(path)) == [{"a": 1}, {"a": 2}]
+
+    def refuse(path):
+        raise AssertionError("indexed again")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(text_tables, "lines", refuse)
+        kept = list(cache.folder().iterdir())
+        assert [p.suffix for p in kept] == [".lines"]
+        patch.setattr(refuse, "__name__", "lines")
+        assert rows_of(TextTable(path, refuse)) == [{"a": 1}, {"a": 2}]
+        os.utime(path, ns=(1, 1))
+        with pytest.raises(AssertionError, match="indexed again"):
+            TextTable(path, refuse)
+    path.write_text('{"a": 1}\n{"a": 3}\n{"a": 4}\n')
+    assert rows_of(TextTable(path, lines)) == [{"a": 1}, {"a": 3}, {"a": 4}]
+
+
+def test_a_cache_that_cannot_be_written_is_told(tmp_path, monkeypatch):
+    monkeypatch.setattr(cache, "CACHED_FROM", 10)
+    (tmp_path / "blocked").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "blocked"))
+    (tmp_path / "a.jsonl").write_text('{"a": 1}\n{"a": 2}\n')
+    with pytest.raises(ValueError, match=r"cannot be written: .*XDG_CACHE_HOME"):
+        opened(tmp_path / "a.jsonl")
+
+
+def test_a_content_hash_follows_the_content_not_the_date(tmp_path, monkeypatch):
+    path = tmp_path / "a"
+    path.write_bytes(bytes(1000))
+    before = cache.content(path)
+    os.utime(path, ns=(1, 1))
+    assert cache.content(path) == before
+    path.write_bytes(bytes(999) + b"x")
+    assert cache.content(path) != before
+    monkeypatch.setattr(cache, "SAMPLES", 10)
+    monkeypatch.setattr(cache, "SAMPLE_BYTES", 10)
+    sampled = cache.content(path)
+    path.write_bytes(bytes(1000))
+    assert cache.content(path) != sampled, "the last block counts"
+    path.write_bytes(bytes(1001))
+    assert cache.content(path) != sampled
+
+
+PROGRAM = """
+import json, sys, resource
+from buffer.experiment import DataConfig
+from buffer.stream import open_stream
+
+def peak():
+    return int(next(l for l in open("/proc/self/status") if l.startswith(sys.argv[2])).split()[1]) / 1024
+
+data = {"train": {"kind": "files", "path": sys.argv[1]}, "on_bad_row": "skip"}
+small = open_stream(DataConfig.model_validate({"train": {"kind": "files", "path": sys.argv[3]}}), 1, "rl")
+small.take(10)
+before = peak()
+stream = open_stream(DataConfig.model_validate(data), 1, "rl")
+examples = [len(stream.take(1)[0].prompt) for _ in range(2000)]
+print(json.dumps([len(stream), sum(examples), peak() - before]))
+"""
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "json", "arrow", "parquet"])
+def test_a_large_file_is_not_held_in_memory(tmp_path, kind):
+    """120 MB of rows; reading through them may cost 40 MB. What is mapped from a file is not counted for
+    arrow: the system takes it back when it needs it."""
+    path, small = tmp_path / f"a.{kind}", tmp_path / f"small.{kind}"
+    rows = [{"prompt": f"{i:06d}" + 3000 * "x"} for i in range(40)]
+    many = 1000
+    for target, times in ((path, many), (small, 1)):
+        match kind:
+            case "jsonl":
+                target.write_text("".join(json.dumps(row) + "\n" for row in rows) * times)
+            case "json":
+                target.write_text("[" + ",".join([",".join(map(json.dumps, rows))] * times) + "]")
+            case "arrow":
+                table = pa.Table.from_pylist(rows)
+                with ipc.new_stream(str(target), table.schema) as writer:
+                    for _ in range(times):
+                        writer.write_table(table)
+            case "parquet":
+                table = pa.Table.from_pylist(rows)
+                with parquet.ParquetWriter(
+                    target, table.schema, compression="none", use_dictionary=False
+                ) as w:
+                    for _ in range(times):
+                        w.write_table(table)
+    counted = "VmHWM" if kind.startswith("json") else "RssAnon"
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, str(path), counted, str(small)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    length, read, grown = json.loads(done.stdout)
+    assert (length, read) == (40 * many, 2000 * 3006)
+    assert grown < 40
