@@ -25,6 +25,9 @@ LONGEST_ROW = 256 * 2**20
 CUT_OFF = 16
 """A decoder that complains this near to the end of what it was given may have been given too little."""
 
+LONGEST_EXPONENT = 3
+"""A number that ends nearer to the end of what was given may go on: `1` in front of `.` or `e+`."""
+
 Span = tuple[int, int, int]
 """Start and end in bytes, and the number a person would look for: of the line or of the item, from 1."""
 Scan = Callable[[Path], Iterator[Span]]
@@ -170,7 +173,7 @@ class _Window:
                     raise
                 size *= 2
                 continue
-            if end == len(self._text) and self._more(size):  # a number may go on
+            if len(self._text) - end < LONGEST_EXPONENT and self._more(size):
                 continue
             length, self.at = end - self.at, end
             return length

@@ -6,7 +6,7 @@ import sys
 
 import pyarrow as pa
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from pyarrow import ipc, parquet
 
@@ -52,6 +52,7 @@ def test_a_json_array(tmp_path, name):
     assert table.where(2) == f"{path} item 3"
 
 
+@example([0.0, 1e30, 1.5e-30, 12], None, False, 1)
 @given(
     st.lists(
         st.recursive(

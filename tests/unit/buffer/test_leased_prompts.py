@@ -1,6 +1,8 @@
-"""Prompts whose rows cannot be read leave the run by a named rule; nobody waits for them."""
+"""Prompts from files through the store: bad rows leave the run by a named rule, a restart and a blend keep
+every prompt apart."""
 
 import json
+from collections import Counter
 
 import pytest
 
@@ -12,10 +14,14 @@ from buffer.store import Sources, Store
 RULES = BufferConfig(groups_per_batch=2, max_staleness=4)
 
 
-def opened(tmp_path, rows, **keys):
-    path = tmp_path / "rows.jsonl"
+def source(path, rows):
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    data = {"train": {"kind": "files", "path": str(path)}, "epochs": 1, "shuffle": False, **keys}
+    return {"kind": "files", "path": str(path)}
+
+
+def opened(tmp_path, rows, **keys):
+    train = source(tmp_path / "rows.jsonl", rows)
+    data = {"train": train, "epochs": 1, "shuffle": False, **keys}
     queue = open_prompts(DataConfig.model_validate(data), 1)
     store = Store(tmp_path, "test", RULES, Sources(queue, [], None), lambda: 0.0)
     with store.transaction():
@@ -68,3 +74,19 @@ def test_a_restart_goes_on_with_the_same_rows(tmp_path):
     store.close()
     with pytest.raises(ValueError, match="the training rows changed"):
         opened(tmp_path, [*rows[:5], {"prompt": "other"}], shuffle=True)
+
+
+def test_every_draw_of_a_blend_is_a_prompt_of_its_own(tmp_path):
+    parts = [
+        {"source": source(tmp_path / "a.jsonl", [{"prompt": f"a{i}"} for i in range(8)]), "weight": 1},
+        {"source": source(tmp_path / "b.jsonl", [{"prompt": f"b{i}"} for i in range(2)]), "weight": 1},
+    ]
+    store = opened(tmp_path, [], train={"kind": "blend", "parts": parts})
+    with store.transaction():
+        leases = store.lease("server", "request", 99)
+    assert len({lease.prompt.prompt_id for lease in leases}) == 10
+    prompts = [lease.prompt.row["prompt"] for lease in leases]
+    seen = Counter(prompts)
+    assert [sum(seen[f"a{i}"] for i in range(8)), seen["b0"] + seen["b1"]] == [5, 5]
+    assert abs(seen["b0"] - seen["b1"]) == 1
+    store.close()
