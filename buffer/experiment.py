@@ -6,6 +6,7 @@ typo is told at once.
 """
 
 import difflib
+from functools import reduce
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -160,7 +161,8 @@ def load(path: str | Path, overrides: list[str], schema: type[E_]) -> E_:
     """Read an experiment file.
 
     Args:
-        path: The YAML file; `base: other.yaml` in it, relative to it, is read first and merged under it.
+        path: The YAML file; `base: other.yaml` in it, relative to it, is read first and merged under it
+            (a section whose `kind` changes takes nothing from under it).
         overrides: `section.key=value` texts, in OmegaConf's dotlist syntax; they win over the file.
         schema: The sections to check; known sections that it lacks are left unread.
 
@@ -183,9 +185,9 @@ def _merge(path: Path, overrides: list[str]) -> dict[str, Any]:
         if "=" not in text:
             raise ConfigError(f"override {text!r}: expected section.key=value")
     try:
-        layers = [OmegaConf.load(p) for p in _chain(path)]
-        config = OmegaConf.merge(*layers, OmegaConf.from_dotlist(overrides))
-        resolved = OmegaConf.to_container(config, resolve=True)
+        layers = [*(OmegaConf.load(p) for p in _chain(path)), OmegaConf.from_dotlist(overrides)]
+        merged = reduce(_over, (OmegaConf.to_container(layer) for layer in layers))
+        resolved = OmegaConf.to_container(OmegaConf.create(merged), resolve=True)
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such file") from None
     except (yaml.YAMLError, OmegaConfBaseException, UnicodeDecodeError) as error:
@@ -193,6 +195,16 @@ def _merge(path: Path, overrides: list[str]) -> dict[str, Any]:
     if not isinstance(resolved, dict):
         raise ConfigError(f"{path}: expected a mapping of sections, found {type(resolved).__name__}")
     return {str(k): v for k, v in resolved.items() if k != "base"}
+
+
+def _over(lower: Any, upper: Any) -> Any:
+    """Mappings are merged, anything else is replaced; so is a mapping whose `kind` changes, because the keys
+    of one kind mean nothing to another."""
+    if not isinstance(lower, dict) or not isinstance(upper, dict):
+        return upper
+    if lower.get("kind", upper.get("kind")) != upper.get("kind", lower.get("kind")):
+        return upper
+    return {**lower, **{key: _over(lower[key], v) if key in lower else v for key, v in upper.items()}}
 
 
 def _chain(path: Path) -> list[Path]:

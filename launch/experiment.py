@@ -6,18 +6,23 @@ mistake in the learner's section is told in a second and not after the engine ha
 
 import json
 from collections.abc import Iterable
+from glob import glob
 from pathlib import Path
 
 import yaml
 
 from buffer.config import BufferConfig, BufferExperiment
 from buffer.experiment import (
+    BlendSource,
     ConfigError,
     DataConfig,
     EvalConfig,
     Experiment,
+    FilesSource,
+    JsonlSource,
     LoggingConfig,
     ModelConfig,
+    SingleSource,
     load,
 )
 from launch.demo_model import MODEL_DIR
@@ -73,10 +78,21 @@ def _addresses(e: WholeExperiment) -> list[str]:
     return []
 
 
-def _sources(e: WholeExperiment) -> list[str]:
+def _single_sources(e: WholeExperiment) -> dict[str, SingleSource]:
+    """Every source under its key, the parts of blends each by itself."""
+    found: dict[str, SingleSource] = {}
     sources = {"data.train": e.data.train} | ({"eval.source": e.eval.source} if e.eval else {})
-    reasons = []
     for key, source in sources.items():
+        if isinstance(source, BlendSource):
+            found |= {f"{key}.parts.{i}.source": part.source for i, part in enumerate(source.parts)}
+        else:
+            found[key] = source
+    return found
+
+
+def _sources(e: WholeExperiment) -> list[str]:
+    reasons = []
+    for key, source in _single_sources(e).items():
         if source.kind == "function" and ":" not in source.path:
             reasons.append(f"{key}.path={source.path}: expected package.module:function")
     if ":" not in e.rollout.reward.function:
@@ -114,11 +130,12 @@ def read(path: str | Path, overrides: list[str], services: Iterable[str] = SERVI
 
 
 def _missing_rows(e: WholeExperiment) -> list[str]:
-    sources = {"data.train": e.data.train} | ({"eval.source": e.eval.source} if e.eval else {})
     return [
-        f"{key}.path={source.path}: no such file"
-        for key, source in sources.items()
-        if source.kind == "jsonl" and not Path(source.path).is_file()
+        f"{key}.path={path}: no such file"
+        for key, source in _single_sources(e).items()
+        if isinstance(source, JsonlSource | FilesSource)
+        for path in ([source.path] if isinstance(source.path, str) else source.path)
+        if not Path(path).exists() and not glob(path)
     ]
 
 

@@ -3,7 +3,7 @@ import json
 import pytest
 import yaml
 
-from buffer.experiment import ConfigError, load
+from buffer.experiment import ConfigError, DataConfig, JsonlSource, ReasoningGymSource, Section, load
 from launch.experiment import WholeExperiment, differences, dump, read
 
 
@@ -51,6 +51,31 @@ def test_a_missing_rows_file_matters_only_where_the_buffer_runs(config_file):
     with pytest.raises(ConfigError, match=r"data.train.path=/nowhere/rows.jsonl: no such file"):
         read(config_file, overrides)
     read(config_file, overrides, services=["learner"])
+
+
+def test_a_missing_part_of_a_blend_is_told_by_its_place(config_file, tmp_path):
+    (tmp_path / "part-1.jsonl").write_text("")
+    there = f"{{weight: 1, source: {{kind: files, path: '{tmp_path}/part-*.jsonl'}}}}"
+    gone = "{weight: 1, source: {kind: files, path: [/nowhere/a.parquet]}}"
+    with pytest.raises(ConfigError) as error:
+        read(config_file, [f"data.train={{kind: blend, parts: [{there}, {gone}]}}"])
+    (line,) = str(error.value).splitlines()
+    assert "data.train.parts.1.source.path=/nowhere/a.parquet: no such file" in line
+
+
+def test_a_source_of_another_kind_takes_nothing_from_the_one_under_it(tmp_path):
+    class Data(Section):
+        data: DataConfig
+
+    (tmp_path / "base.yaml").write_text(
+        "data: {train: {kind: reasoning_gym, dataset: chain_sum, size: 9}, epochs: 3}"
+    )
+    own = tmp_path / "own.yaml"
+    own.write_text("base: base.yaml\ndata: {train: {kind: jsonl, path: rows.jsonl}}")
+    data = load(own, [], Data).data
+    assert (data.train, data.epochs) == (JsonlSource(kind="jsonl", path="rows.jsonl"), 3)
+    data = load(tmp_path / "base.yaml", ["data.train.size=5"], Data).data
+    assert data.train == ReasoningGymSource(kind="reasoning_gym", dataset="chain_sum", size=5)
 
 
 def test_a_missing_model_matters_only_where_it_is_loaded(config_file):
