@@ -67,7 +67,7 @@ class Order:
 
     Args:
         sizes: Rows of every source, at least one each.
-        weights: Of every source in the blend; None goes through each source once an epoch.
+        weights: Of every source in the blend; None for a single source.
         epochs: None goes round for ever. An epoch is as many draws as there are rows.
     """
 
@@ -84,7 +84,7 @@ class Order:
         self._sizes = list(sizes)
         self._seed = seed % 2**32
         self._shuffle = shuffle
-        self._counts = None if weights is None or len(sizes) == 1 else cycle_counts(weights)
+        self._counts = None if weights is None else cycle_counts(weights)
         self._cycle: tuple[int, np.ndarray] = (-1, np.empty(0, np.uint32))
         self._passes: dict[int, tuple[int, np.ndarray]] = {}
 
@@ -94,9 +94,7 @@ class Order:
             return None
         if self._counts is None:
             lap, place = divmod(draw, self.total)
-            row = self._shuffled(-1, self.total, lap, place)
-            source = int(np.searchsorted(np.cumsum(self._sizes), row, side="right"))
-            return Draw(source, lap, row - sum(self._sizes[:source]))
+            return Draw(0, lap, self._shuffled(0, self.total, lap, place))
         cycle, place = divmod(draw, sum(self._counts))
         if self._cycle[0] != cycle:
             slots = np.repeat(np.arange(len(self._counts)), self._counts)
@@ -112,7 +110,7 @@ class Order:
         if not self._shuffle:
             return place
         if self._passes.get(source, (-1,))[0] != lap:
-            keys = [self._seed, lap] if source < 0 else [self._seed, lap, source]
+            keys = [self._seed, lap, source] if source else [self._seed, lap]
             self._passes[source] = (lap, _permutation(rows, keys))
         return int(self._passes[source][1][place])
 

@@ -59,16 +59,6 @@ def test_no_two_draws_are_the_same():
     assert order.at(4 * 18) is None
 
 
-def test_sources_without_weights_are_gone_through_once_an_epoch():
-    order = Order([5, 9], None, seed=1, shuffle=True, epochs=2)
-    for epoch in range(2):
-        taken = draws(order, 14, 14 * epoch)
-        assert sorted((d.source, d.row) for d in taken) == [(0, r) for r in range(5)] + [
-            (1, r) for r in range(9)
-        ]
-        assert {d.lap for d in taken} == {epoch}
-
-
 def test_any_draw_can_be_had_without_those_before():
     def order():
         return Order([50, 20], [1, 2], seed=9, shuffle=True, epochs=None)
