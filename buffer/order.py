@@ -80,7 +80,7 @@ class Order:
         epochs: int | None,
     ) -> None:
         self.total = sum(sizes)
-        self.epochs = epochs
+        self._epochs = epochs
         self._sizes = list(sizes)
         self._seed = seed % 2**32
         self._shuffle = shuffle
@@ -90,7 +90,7 @@ class Order:
 
     def at(self, draw: int) -> Draw | None:
         """The `draw`-th draw, from 0; None past the last epoch."""
-        if self.epochs is not None and draw >= self.epochs * self.total:
+        if self._epochs is not None and draw >= self._epochs * self.total:
             return None
         if self._counts is None:
             lap, place = divmod(draw, self.total)

@@ -92,6 +92,7 @@ class PromptQueue:
         self, rows: Sequence[Row] | PromptRows, seed: int, epochs: int | None, shuffle: bool
     ) -> None:
         self.rows = rows
+        self.epochs = epochs
         whole = not isinstance(rows, PromptRows)
         self._order = Order(
             [len(rows)] if whole else rows.sizes, None if whole else rows.weights, seed, shuffle, epochs
