@@ -108,7 +108,8 @@ def _batches(path: Path, key: str | None) -> list[pa.RecordBatch]:
 
 def _unpack(path: Path, packed: bool, sink: BinaryIO) -> None:
     if packed:
-        source = parquet.ParquetFile(path)
+        # Buffered ahead, the whole file would be in memory.
+        source = parquet.ParquetFile(path, pre_buffer=False, buffer_size=2**20)
         schema, batches = source.schema_arrow, source.iter_batches(batch_size=ROWS_AT_ONCE)
     else:
         source = _open(pa.memory_map(str(path)))
@@ -116,6 +117,7 @@ def _unpack(path: Path, packed: bool, sink: BinaryIO) -> None:
     with ipc.new_stream(sink, schema) as writer:
         for batch in batches:
             writer.write_batch(batch)
+    pa.default_memory_pool().release_unused()
 
 
 def _open(source: Any) -> Any:

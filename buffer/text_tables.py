@@ -181,7 +181,9 @@ class _Window:
     def _more(self, size: int) -> bool:
         """Let go of what is behind and read on; False at the end of the file."""
         block = self._file.read(size)
+        if not block:
+            return False
         self._text = self._text[self.at :] + block.decode("latin-1")
         self.offset += self.at
         self.at = 0
-        return bool(block)
+        return True
