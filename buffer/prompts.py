@@ -107,8 +107,9 @@ class PromptQueue:
         draw = self._order.at(epoch * self._order.total + position)
         if draw is None:
             return None
-        whole = not isinstance(self.rows, PromptRows)
-        return draw.lap, draw.row if whole else self.rows.number(draw.source, draw.row)
+        if isinstance(self.rows, PromptRows):
+            return draw.lap, self.rows.number(draw.source, draw.row)
+        return draw.lap, draw.row
 
     def after(self, epoch: int, position: int) -> tuple[int, int]:
         """The next place."""

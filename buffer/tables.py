@@ -39,10 +39,9 @@ class Table(Protocol):
 class ListTable:
     """Rows that were made in this process: plain JSON."""
 
-    key = None
-
     def __init__(self, name: str, rows: Sequence[Any]) -> None:
         self.name = name
+        self.key: str | None = None
         self._rows = rows
 
     def __len__(self) -> int:
