@@ -4,7 +4,7 @@ import os
 import shlex
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
 
 import typer
 
@@ -23,6 +23,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
+
+convert = typer.Typer(help="Hugging Face folders to Megatron checkpoints and back, in one process.")
+app.add_typer(convert, name="convert")
 
 Config = Annotated[Path, typer.Argument(metavar="CONFIG", help="The experiment's YAML file.")]
 Overrides = Annotated[
@@ -94,6 +97,58 @@ def doctor(config: Annotated[Path | None, typer.Argument(metavar="[CONFIG]")] = 
     from launch.doctor import diagnose, print_diagnosis
 
     raise typer.Exit(print_diagnosis(diagnose(config), Console()))
+
+
+Checkpoint = Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="runs/NAME/checkpoints/step-…")]
+Target = Annotated[Path, typer.Argument(metavar="TARGET", help="The folder to write.")]
+Tensor = Annotated[int, typer.Option(min=1, help="Tensor-parallel size to cut it for.")]
+Pipeline = Annotated[int, typer.Option(min=1, help="Pipeline-parallel size to cut it for.")]
+Model = Annotated[Path | None, typer.Option(help="Folder with config and tokenizer; else the run's own.")]
+Dtype = Annotated[
+    Literal["bfloat16", "float16", "float32"] | None,
+    typer.Option(help="Convert to it; else as it is."),
+]
+
+
+@convert.command()
+def hf_to_megatron(
+    source: Annotated[Path, typer.Argument(metavar="FOLDER", help="Hugging Face folder.")],
+    target: Target,
+    tensor: Tensor = 1,
+    pipeline: Pipeline = 1,
+    dtype: Dtype = None,
+) -> None:
+    """Weights for `learner.init_from`, from a Hugging Face folder."""
+    from learner import conversion
+
+    conversion.hf_to_megatron(source, target, _layout(tensor, pipeline), dtype)
+    typer.echo(f"written: {target}")
+
+
+@convert.command()
+def megatron_to_hf(checkpoint: Checkpoint, target: Target, model: Model = None, dtype: Dtype = None) -> None:
+    """A Hugging Face folder, from any checkpoint."""
+    from learner import conversion
+
+    conversion.megatron_to_hf(checkpoint, target, model, dtype)
+    typer.echo(f"written: {target}")
+
+
+@convert.command()
+def reshard(
+    checkpoint: Checkpoint, target: Target, tensor: Tensor = 1, pipeline: Pipeline = 1, model: Model = None
+) -> None:
+    """The same checkpoint, optimizer too, stored as another layout would have written it."""
+    from learner import conversion
+
+    conversion.reshard(checkpoint, target, _layout(tensor, pipeline), model)
+    typer.echo(f"written: {target}")
+
+
+def _layout(tensor: int, pipeline: int) -> Any:
+    from learner.config import ParallelConfig
+
+    return ParallelConfig(tensor=tensor, pipeline=pipeline)
 
 
 def _inspect(run_dir: Path) -> None:

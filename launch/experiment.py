@@ -124,6 +124,8 @@ def read(path: str | Path, overrides: list[str], services: Iterable[str] = SERVI
         reasons += _missing_rows(experiment)
     if "rollout" in services or "learner" in services:
         reasons += _model_folder(experiment.model)
+    if "learner" in services:
+        reasons += _checkpoint(experiment.learner.init_from)
     if reasons:
         raise ConfigError("\n".join(f"{path}: {reason}" for reason in reasons))
     return experiment
@@ -152,6 +154,12 @@ def _model_folder(model: ModelConfig) -> list[str]:
     if isinstance(longest, int) and model.max_length > longest:
         return [f"model.max_length={model.max_length}: the model in {model.path} takes at most {longest}"]
     return []
+
+
+def _checkpoint(path: str | None) -> list[str]:
+    if path is None or (Path(path) / "meta.json").is_file():
+        return []
+    return [f"learner.init_from={path}: no meta.json in it, expected a checkpoint of `slipstream convert`"]
 
 
 def differences(old: dict, new: dict, prefix: str = "") -> list[str]:

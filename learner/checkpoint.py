@@ -7,14 +7,9 @@ A checkpoint is written under a temporary name, synced to disk and renamed; a re
 whose files are all as meta.json says. It loads under another tensor, pipeline or data-parallel layout.
 """
 
-import hashlib
-import json
 import logging
-import os
 import queue
 import shutil
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -25,11 +20,10 @@ from safetensors import SafetensorError
 from torch.distributed.checkpoint.api import CheckpointException
 
 from learner import collectives, optimizer_resume, parallel
+from learner.checkpoint_files import META, DamagedCheckpoint, complete, read_meta, verify
 from learner.optimizer import Trainable
 
 logger = logging.getLogger(__name__)
-
-META = "meta.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,10 +36,8 @@ class Setup:
     pipeline: int
     data: int
     config_digest: str
-
-
-class DamagedCheckpoint(ValueError):
-    """A checkpoint whose files are not what its meta.json says."""
+    model: str
+    """Hugging Face folder with its config and tokenizer."""
 
 
 class CheckpointNotWritten(OSError):
@@ -93,17 +85,8 @@ class Checkpoints:
         dist.barrier()
 
     def _complete(self, temporary: Path, target: Path, step: int) -> None:
-        files = dict(_digests(temporary))
-        for name in files:
-            _sync(temporary / name)
-        meta = {"step": step, **asdict(self._setup), "files": files}
-        (temporary / META).write_text(json.dumps(meta, indent=1))
-        _sync(temporary / META)
-        _sync(temporary)
         # One of this step may lie there damaged: this one was made again from an older checkpoint.
-        shutil.rmtree(target, ignore_errors=True)
-        os.rename(temporary, target)
-        _sync(self._root)
+        complete(temporary, target, {"step": step, **asdict(self._setup)})
 
     def found(self) -> list[Path]:
         """Complete checkpoints, oldest first."""
@@ -149,7 +132,12 @@ class Checkpoints:
     def _load(self, path: Path, trainable: Trainable) -> None:
         from megatron.core import dist_checkpointing
 
-        meta = _read_meta(path)
+        meta = read_meta(path)
+        if meta.get("weights_only"):
+            raise ValueError(
+                f"{path}: it was made by `slipstream convert` and has no optimizer to resume; move it out of "
+                "the run's checkpoints and start from it with learner.init_from"
+            )
         for name, section in (("dtype", "model"), ("distributed_optimizer", "learner.parallel")):
             theirs, ours = meta[name], getattr(self._setup, name)
             if theirs != ours:
@@ -192,54 +180,8 @@ def reason_of(error: BaseException) -> str:
     return lines[-1] if lines else type(error).__name__
 
 
-def verify(path: Path) -> None:
-    """Compare a checkpoint's files with its meta.json.
-
-    Raises:
-        DamagedCheckpoint: Names the first file that is missing or differs.
-    """
-    expected = _read_meta(path)["files"]
-    found = dict(_digests(path))
-    for name, facts in expected.items():
-        if name not in found:
-            raise DamagedCheckpoint(f"{path / name} is missing")
-        if found[name] != facts:
-            raise DamagedCheckpoint(f"{path / name} is not what was written")
-
-
-def _read_meta(path: Path) -> dict[str, Any]:
-    try:
-        meta = json.loads((path / META).read_text())
-    except (OSError, ValueError) as error:
-        raise DamagedCheckpoint(f"{path / META} cannot be read: {error}") from error
-    if not isinstance(meta, dict) or not {"step", "files", "dtype"} <= set(meta):
-        raise DamagedCheckpoint(f"{path / META} lacks step, files or dtype")
-    return meta
-
-
 def _step(path: Path) -> int:
     return int(path.name.removeprefix("step-"))
-
-
-def _digests(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Relative name, size and digest of every file but meta.json; the hashing runs on all cores."""
-    files = sorted(f for f in path.rglob("*") if f.is_file() and f.name != META)
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        for file, digest in zip(files, pool.map(_digest, files), strict=True):
-            yield str(file.relative_to(path)), {"bytes": file.stat().st_size, "blake2b": digest}
-
-
-def _digest(file: Path) -> str:
-    with file.open("rb") as opened:
-        return hashlib.file_digest(opened, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _write_without_a_manager() -> None:

@@ -118,6 +118,9 @@ class LearnerConfig(Section):
     """How many ranks `slipstream run` starts on this machine."""
     threads: int | None = Field(default=None, ge=1)
     """CPU only: threads of each rank; null takes every core divided by the ranks."""
+    init_from: str | None = None
+    """A Megatron checkpoint whose weights the policy and its reference start from, of `slipstream convert
+    hf-to-megatron` or of another run, under whatever layout; model.path still gives config and tokenizer."""
     batch_timeout_s: float = Field(default=3600.0, gt=0)
     """No batch for this long ends the run with a diagnosis."""
     recompute: bool = False

@@ -2,41 +2,33 @@
 
 `slots` lists every parameter of the whole model in Hugging Face's order, the same on every rank; loading
 takes the ones of this rank's stage, exporting sends each to global rank 0 as it is asked for. No rank ever
-holds more than its own shard, one whole tensor, and while saving one file's worth.
+holds more than its own shard and one whole tensor.
 """
 
-import json
-import os
-import shutil
-from collections.abc import Generator, Iterator
+from collections.abc import Generator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-from safetensors.torch import save_file
 from torch import Tensor
 
 from learner import parallel
-from learner.safetensors_folder import SafetensorsFolder
+from learner.safetensors_folder import WholeTensors, write_folder
 from learner.slots import Slot, slots
 from sync.manifest import TensorSpec
 
 if TYPE_CHECKING:
     from learner.model import PolicyModel
 
-FILE_BYTES = 2 << 30
-"""A saved file holds at most this, unless one tensor is larger."""
-
 
 @torch.no_grad()
-def load_hf(model: "PolicyModel", path: str | Path) -> None:
-    """Fill this rank's parameters from a Hugging Face folder, reading only their slices.
+def load(model: "PolicyModel", folder: WholeTensors) -> None:
+    """Fill this rank's parameters, reading only their slices.
 
     Raises:
         ValueError: A tensor is missing or has another shape than config.json says.
     """
-    folder = SafetensorsFolder(path)
     parameters = dict(model.named_parameters())
     for slot in slots(model.family, parallel.tp_size(), parallel.pp_size()):
         if slot.stage != parallel.pp_rank():
@@ -114,57 +106,4 @@ def save_hf(model: "PolicyModel", source: str | Path, target: str | Path) -> Non
         for _ in tensors:
             pass
         return
-    target = Path(target)
-    partial = target.with_name(target.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    _write_weights(tensors, _files(export_specs(model)), partial)
-    _write_rest(Path(source), partial, model.config.params_dtype)
-    shutil.rmtree(target, ignore_errors=True)
-    os.replace(partial, target)
-
-
-def _files(specs: list[TensorSpec]) -> list[list[TensorSpec]]:
-    """Consecutive tensors, as many to a file as fit."""
-    files: list[list[TensorSpec]] = [[]]
-    size = 0
-    for spec in specs:
-        if files[-1] and size + spec.size_bytes > FILE_BYTES:
-            files.append([])
-            size = 0
-        files[-1].append(spec)
-        size += spec.size_bytes
-    return files
-
-
-def _write_weights(
-    tensors: Iterator[tuple[str, Tensor]], files: list[list[TensorSpec]], folder: Path
-) -> None:
-    homes: dict[str, str] = {}
-    for number, specs in enumerate(files, start=1):
-        name = (
-            f"model-{number:05d}-of-{len(files):05d}.safetensors" if len(files) > 1 else "model.safetensors"
-        )
-        held = dict(next(tensors) for _ in specs)
-        save_file({k: v.cpu().contiguous() for k, v in held.items()}, folder / name, {"format": "pt"})
-        homes |= dict.fromkeys(held, name)
-    # Runs the iterator to its end.
-    assert next(tensors, None) is None
-    if len(files) > 1:
-        total = sum(spec.size_bytes for specs in files for spec in specs)
-        index = {"metadata": {"total_size": total}, "weight_map": homes}
-        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
-
-
-def _write_rest(source: Path, folder: Path, dtype: torch.dtype) -> None:
-    """Config with this dtype, and every small file beside it: tokenizer, chat template, generation config."""
-    for file in source.iterdir():
-        if (
-            file.suffix in (".json", ".jinja", ".model", ".txt")
-            and file.name != "model.safetensors.index.json"
-        ):
-            shutil.copy2(file, folder / file.name)
-    config = json.loads((source / "config.json").read_text())
-    config.pop("torch_dtype", None)
-    config["dtype"] = str(dtype).removeprefix("torch.")
-    (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+    write_folder(Path(target), Path(source), export_specs(model), tensors)

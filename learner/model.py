@@ -18,6 +18,8 @@ from learner.attention import SegmentLike, pack_segments
 from learner.config import ParallelConfig
 from learner.families import Family
 from learner.layers import block_spec, compute_dtype
+from learner.megatron_folder import MegatronFolder
+from learner.safetensors_folder import SafetensorsFolder
 from learner.vocabulary import VocabShard, target_logprobs
 
 
@@ -96,15 +98,20 @@ class PolicyModel(GPTModel):
 
 
 def build_model(
-    hf_path: str | Path, layout: ParallelConfig, dtype: torch.dtype, recompute: bool = False
+    hf_path: str | Path,
+    layout: ParallelConfig,
+    dtype: torch.dtype,
+    recompute: bool = False,
+    checkpoint: str | Path | None = None,
 ) -> PolicyModel:
-    """Make the policy from a Hugging Face folder, each process reading its own shard. Collective.
+    """Make the policy, each process reading its own shard. Collective.
 
     Args:
-        hf_path: config.json and safetensors.
+        hf_path: Hugging Face folder: config.json, and safetensors unless there is a checkpoint.
         layout: As given to `parallel.initialize`.
         dtype: Of the parameters.
         recompute: Compute activations again in the backward pass instead of keeping them.
+        checkpoint: A Megatron checkpoint, of whatever layout, that has the weights in their place.
 
     Raises:
         ValueError: The architecture is not supported, the layout does not divide it, or weights do not fit.
@@ -114,5 +121,7 @@ def build_model(
     config = family.transformer_config(layout, dtype, recompute)
     config.pipeline_dtype = compute_dtype(dtype)
     model = PolicyModel(family, config)
-    convert.load_hf(model, hf_path)
+    convert.load(
+        model, MegatronFolder(Path(checkpoint), family) if checkpoint else SafetensorsFolder(hf_path)
+    )
     return model

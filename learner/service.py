@@ -14,6 +14,7 @@ import torch
 from buffer.client import BufferClient
 from learner import convert, parallel
 from learner.checkpoint import Checkpoints, Setup
+from learner.checkpoint_files import check
 from learner.config import LearnerExperiment
 from learner.feed import BufferLine, Command, Feed, NoBatch
 from learner.loop import Parts, StopFlag, finish, train
@@ -85,6 +86,9 @@ def _assemble(
             "learner.optimizer.warmup_steps=%d is more than learner.steps=%d: the rate never reaches lr",
             warmup, learner.steps,
         )  # fmt: skip
+    if learner.init_from and parallel.rank() == 0:
+        check(Path(learner.init_from))
+        logger.info("the weights start from %s", learner.init_from)
     trainable = make_trainable(_build(experiment), learner.optimizer, learner.parallel)
     checkpoints = Checkpoints(run_dir, learner.checkpoint.keep, _setup(experiment))
     version = checkpoints.resume(trainable)
@@ -112,7 +116,7 @@ def _build(experiment: LearnerExperiment) -> Any:
 
     learner = experiment.learner
     dtype = getattr(torch, experiment.model.dtype)
-    return build_model(experiment.model.path, learner.parallel, dtype, learner.recompute)
+    return build_model(experiment.model.path, learner.parallel, dtype, learner.recompute, learner.init_from)
 
 
 def _reference(experiment: LearnerExperiment) -> Any | None:
@@ -140,6 +144,7 @@ def _setup(experiment: LearnerExperiment) -> Setup:
         pipeline=layout.pipeline,
         data=parallel.dp_size(),
         config_digest=hashlib.blake2b(told.encode(), digest_size=16).hexdigest(),
+        model=experiment.model.path,
     )
 
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from learner.families import Family
-from learner.safetensors_folder import SafetensorsFolder
+from learner.safetensors_folder import WholeTensors
 
 ALL = slice(None)
 
@@ -21,6 +21,16 @@ class Whole(NamedTuple):
 
     name: str
     shape: tuple[int, ...]
+
+
+class Part(NamedTuple):
+    """What a tensor rank's shard holds of its parameter, where that is not cut."""
+
+    start: tuple[int, ...]
+    """First row, and column, in the uncut parameter."""
+    shape: tuple[int, ...]
+    row: int
+    """First row in the shard."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +54,16 @@ class Slot:
     def shard_shape(self) -> tuple[int, ...]:
         return self.whole[0].shape
 
-    def read(self, folder: SafetensorsFolder, rank: int) -> Tensor:
+    @property
+    def full_shape(self) -> tuple[int, ...]:
+        """Of the parameter if it were not cut; a vocabulary keeps the padding of this tensor size."""
+        return self.whole[0].shape
+
+    def parts(self, rank: int) -> list[Part]:
+        """Where one tensor rank's shard lies in the uncut parameter; of equal copies rank 0's counts."""
+        return [] if rank else [Part((0,) * len(self.full_shape), self.full_shape, 0)]
+
+    def read(self, folder: WholeTensors, rank: int) -> Tensor:
         """The shard of one tensor rank."""
         return folder.read(self.whole[0].name, ALL)
 
@@ -65,7 +84,10 @@ class RowSlot(Slot):
         rows, columns = self.whole[0].shape
         return rows, columns // self.tensor
 
-    def read(self, folder: SafetensorsFolder, rank: int) -> Tensor:
+    def parts(self, rank: int) -> list[Part]:
+        return [Part((0, rank * self.shard_shape[1]), self.shard_shape, 0)]
+
+    def read(self, folder: WholeTensors, rank: int) -> Tensor:
         width = self.shard_shape[1]
         return folder.read(self.whole[0].name, ALL, slice(rank * width, (rank + 1) * width))
 
@@ -81,7 +103,14 @@ class VocabSlot(RowSlot):
         rows, columns = self.whole[0].shape
         return -(-rows // self.tensor), columns
 
-    def read(self, folder: SafetensorsFolder, rank: int) -> Tensor:
+    @property
+    def full_shape(self) -> tuple[int, ...]:
+        return self.shard_shape[0] * self.tensor, self.shard_shape[1]
+
+    def parts(self, rank: int) -> list[Part]:
+        return [Part((rank * self.shard_shape[0], 0), self.shard_shape, 0)]
+
+    def read(self, folder: WholeTensors, rank: int) -> Tensor:
         vocab, height = self.whole[0].shape[0], self.shard_shape[0]
         rows = folder.read(
             self.whole[0].name, slice(min(rank * height, vocab), min((rank + 1) * height, vocab))
@@ -95,14 +124,22 @@ class VocabSlot(RowSlot):
 class StackedSlot(RowSlot):
     """Several [out, h] tensors, or [out] biases, each cut along out, stacked in each shard.
 
-    Gate and up lie one after another; q, k and v by key-value head: its queries, its key, its value.
+    q, k and v lie by key-value head: its queries, its key, its value.
     """
 
     @property
     def shard_shape(self) -> tuple[int, ...]:
-        return sum(w.shape[0] for w in self.whole) // self.tensor, *self.whole[0].shape[1:]
+        return self.full_shape[0] // self.tensor, *self.full_shape[1:]
 
-    def read(self, folder: SafetensorsFolder, rank: int) -> Tensor:
+    @property
+    def full_shape(self) -> tuple[int, ...]:
+        return sum(w.shape[0] for w in self.whole), *self.whole[0].shape[1:]
+
+    def parts(self, rank: int) -> list[Part]:
+        rows, *columns = self.shard_shape
+        return [Part((rank * rows, *(0 for _ in columns)), self.shard_shape, 0)]
+
+    def read(self, folder: WholeTensors, rank: int) -> Tensor:
         parts = []
         for name, shape in self.whole:
             height = shape[0] // self.tensor
@@ -120,6 +157,18 @@ class StackedSlot(RowSlot):
         rows = [shape[0] // self.tensor // self.groups for _, shape in self.whole]
         parts = shard.unflatten(0, (self.groups, -1)).split(rows, dim=1)
         return [part.flatten(0, 1) for part in parts]
+
+
+class GateUpSlot(StackedSlot):
+    """Gate and up, one after another in each shard, and so too in the uncut parameter."""
+
+    def parts(self, rank: int) -> list[Part]:
+        found, row = [], 0
+        for number, (_, (rows, columns)) in enumerate(self.whole):
+            height = rows // self.tensor
+            found.append(Part((number * rows + rank * height, 0), (height, columns), row))
+            row += height
+        return found
 
 
 def slots(family: Family, tensor: int, pipeline: int) -> list[Slot]:
@@ -167,7 +216,7 @@ def _layer(family: Family, layer: int, stage: int, home: str, tensor: int) -> li
     between = whole("post_attention_layernorm.weight", hidden)
     return [
         *found,
-        StackedSlot(home + "mlp.linear_fc1.weight", stage, gate_up, tensor),
+        GateUpSlot(home + "mlp.linear_fc1.weight", stage, gate_up, tensor),
         RowSlot(home + "mlp.linear_fc2.weight", stage, (down,), tensor),
         Slot(home + "input_layernorm.weight", stage, (before,), tensor),
         Slot(home + "pre_mlp_layernorm.weight", stage, (between,), tensor),

@@ -35,7 +35,7 @@ def seconds_of(*arguments: str) -> float:
 def test_help_names_every_command():
     result = slipstream("--help")
     assert result.returncode == 0
-    for command in ("run", "buffer", "rollout", "learner", "report", "doctor"):
+    for command in ("run", "buffer", "rollout", "learner", "report", "convert", "doctor"):
         assert f" {command} " in result.stdout
 
 
@@ -66,6 +66,8 @@ def test_a_mistake_in_the_file_takes_less_than_two_seconds():
         (("buffer", "inspect"), "buffer inspect: expected one RUN_DIR"),
         (("buffer", "inspect", "/nowhere"), "/nowhere/buffer.sqlite: no such file"),
         (("report", "/nowhere"), "/nowhere: no config.yaml in it"),
+        (("convert", "megatron-to-hf", "/nowhere", "/nowhere/hf"), "/nowhere: no meta.json in it"),
+        (("convert", "hf-to-megatron", "configs", "/nowhere"), "configs/config.json does not exist"),
     ],
 )
 def test_a_mistake_is_one_line_and_exit_code_2(arguments, told):

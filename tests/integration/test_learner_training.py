@@ -15,6 +15,9 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
+from learner import conversion
+from learner.config import ParallelConfig
+
 pytestmark = pytest.mark.slow
 
 PROGRAM = Path(__file__).with_name("scripted_learner.py")
@@ -178,7 +181,29 @@ def damage(run: Run) -> str:
 
 
 @pytest.fixture(scope="module")
-def one(model, killed, tmp_path_factory):
+def converted(model, tmp_path_factory):
+    """The model's weights as a checkpoint cut for four ranks, beside a folder that has its shape alone."""
+    folder = tmp_path_factory.mktemp("converted")
+    conversion.hf_to_megatron(model, folder / "checkpoint", ParallelConfig(tensor=2, pipeline=2))
+    shutil.copytree(model, folder / "shape")
+    (folder / "shape" / "model.safetensors").unlink()
+    return folder
+
+
+def started_from(folder: Path, converted: Path, **settings) -> Run:
+    return Run(folder, converted / "shape", init_from=str(converted / "checkpoint"), **settings)
+
+
+def resharded(run: Run, step: int, **layout) -> Run:
+    """Its checkpoint of that step, cut for another layout, is all that it goes on with."""
+    checkpoints = run.folder / "run/checkpoints"
+    whole = checkpoints.rename(checkpoints.with_name("as-written")) / f"step-{step:06d}"
+    conversion.reshard(whole, checkpoints / whole.name, ParallelConfig(**layout))
+    return run
+
+
+@pytest.fixture(scope="module")
+def one(model, converted, killed, tmp_path_factory):
     """Everything that one process does."""
     root = tmp_path_factory.mktemp("one")
     every = {"checkpoint": {"every": 1}, "options": {"frontier": 3}}
@@ -192,6 +217,7 @@ def one(model, killed, tmp_path_factory):
         "several": Run(root / "several", model, **SEVERAL_UPDATES),
         "bfloat16": Run(root / "bfloat16", model, dtype="bfloat16"),
         "bfloat16-cut": Run(root / "bfloat16-cut", model, options={"stop_at": 3}, **bfloat16),
+        "converted": started_from(root / "converted", converted, **SEVERAL_UPDATES),
     }
     runs["damaged"].damaged_file = damage(runs["damaged"])
     again = [Run(root / "stopped", model), Run(root / "bfloat16-cut", model, **bfloat16)]
@@ -203,7 +229,7 @@ def one(model, killed, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def two(model, killed, tmp_path_factory):
+def two(model, converted, killed, tmp_path_factory):
     """Everything that two processes do."""
     root = tmp_path_factory.mktemp("two")
     sharded = {"distributed_optimizer": True}
@@ -220,13 +246,18 @@ def two(model, killed, tmp_path_factory):
         "resumed-pipeline": continued(killed["shard"], model, "pipeline", layout={**sharded, "pipeline": 2}),
         "alone-tensor": from_step_two(continued(killed["alone"], model, "alone-tensor", **tensor)),
         "alone-pipeline": from_step_two(continued(killed["alone"], model, "alone-pipeline", **pipeline)),
+        "converted": started_from(root / "converted", converted, layout={"tensor": 2}),
+        "resharded": continued(killed["shard"], model, "resharded", layout={**sharded, "tensor": 2}),
+        "resharded-alone": continued(killed["alone"], model, "resharded-alone", layout={"pipeline": 2}),
     }
+    resharded(runs["resharded"], 2, tensor=2)
+    resharded(runs["resharded-alone"], 2, pipeline=2)
     learn(2, list(runs.values()))
     return runs
 
 
 def test_each_named_part_of_the_reward_has_its_mean_over_the_completions_that_have_it(one):
-    for row in one["plain"].rows:
+    for row in one["whole"].rows:
         assert row["reward_parts/drawn"] == pytest.approx(row["reward/mean"])
         assert row["reward_parts/rare"] == 2.0
 
@@ -255,6 +286,14 @@ def test_tensor_and_pipeline_together_give_the_same_numbers(one, model, tmp_path
     run = Run(tmp_path, model, layout={"tensor": 2, "pipeline": 2})
     learn(4, [run])
     assert_same(run, one["whole"], rel=1e-3)
+    assert_converts_to_what_was_published(run, tmp_path / "hf")
+
+
+def assert_converts_to_what_was_published(run: Run, target: Path) -> None:
+    conversion.megatron_to_hf(run.folder / f"run/checkpoints/step-{STEPS:06d}", target)
+    found, expected = load_file(target / "model.safetensors"), run.weights
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
 
 
 def test_a_killed_learner_goes_on_exactly(one, killed):
@@ -302,3 +341,20 @@ def test_two_updates_and_a_reference_give_the_same_numbers_in_every_layout(one, 
 def test_bfloat16_trains_with_float32_masters_and_resumes_exactly(one):
     assert one["bfloat16"].weights["model.embed_tokens.weight"].dtype == torch.bfloat16
     assert_same(one["bfloat16-cut"], one["bfloat16"], rel=0)
+
+
+def test_a_learner_starts_from_a_converted_checkpoint_under_any_layout(one, two):
+    """Its reference too."""
+    assert_same(one["converted"], one["several"], rel=0)
+    assert_same(two["converted"], one["whole"], rel=1e-3)
+
+
+def test_a_resharded_checkpoint_resumes_with_its_optimizer(one, two):
+    for name in ("resharded", "resharded-alone"):
+        assert "resumed from" in two[name].log
+        assert_same(two[name], one["whole"], rel=1e-3)
+
+
+@pytest.mark.parametrize("name", ["whole", "bfloat16"])
+def test_a_checkpoint_converts_to_the_weights_that_were_published(name, one, tmp_path):
+    assert_converts_to_what_was_published(one[name], tmp_path / "hf")

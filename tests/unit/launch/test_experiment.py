@@ -23,6 +23,7 @@ from launch.experiment import WholeExperiment, differences, dump, read
         (["eval.source.path=nothing"], "eval.source.path=nothing: expected package.module:function"),
         (["model.max_length=9999"], "model.max_length=9999: the model in"),
         (["model.path=/nowhere"], "model.path=/nowhere: no config.json"),
+        (["learner.init_from=/nowhere"], "learner.init_from=/nowhere: no meta.json in it"),
         (["learner.stepz=1"], "learner.stepz: unknown key; did you mean steps?"),
         (["learner.processes=3", "learner.parallel.tensor=2"], "learner: processes 3 is not a multiple"),
     ],

@@ -6,9 +6,10 @@ from traceback import StackSummary
 import pytest
 from torch.distributed.checkpoint.api import CheckpointException
 
-from learner.checkpoint import Checkpoints, DamagedCheckpoint, Setup, reason_of, verify
+from learner.checkpoint import Checkpoints, Setup, reason_of
+from learner.checkpoint_files import DamagedCheckpoint, verify
 
-SETUP = Setup("float32", False, 1, 1, 1, "digest")
+SETUP = Setup("float32", False, 1, 1, 1, "digest", "model")
 
 
 @pytest.fixture

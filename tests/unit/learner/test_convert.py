@@ -5,7 +5,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
 
-from learner import convert, parallel
+from learner import convert, parallel, safetensors_folder
 from learner.config import ParallelConfig
 from learner.model import build_model
 
@@ -71,7 +71,7 @@ def test_what_was_loaded_is_exported_and_saved_bit_by_bit(one_process, make, tmp
 
 
 def test_a_large_model_is_saved_in_several_files_with_an_index(one_process, make, tmp_path, monkeypatch):
-    monkeypatch.setattr(convert, "FILE_BYTES", 9000)
+    monkeypatch.setattr(safetensors_folder, "FILE_BYTES", 9000)
     source, target = make(), tmp_path / "out"
     model = build_model(source, ParallelConfig(), torch.bfloat16)
     convert.save_hf(model, source, target)

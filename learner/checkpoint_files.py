@@ -1,0 +1,110 @@
+"""A checkpoint as files: complete or not there at all, and known to be whole by meta.json, written last."""
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+META = "meta.json"
+
+
+class DamagedCheckpoint(ValueError):
+    """A checkpoint whose files are not what its meta.json says."""
+
+
+def complete(temporary: Path, target: Path, facts: dict[str, Any]) -> None:
+    """Sync a written folder to disk, add meta.json, and give it its name; one of that name is replaced.
+
+    Args:
+        facts: `step`, `dtype` and what else meta.json tells of the checkpoint.
+    """
+    files = dict(_digests(temporary))
+    for name in files:
+        _sync(temporary / name)
+    (temporary / META).write_text(json.dumps({**facts, "files": files}, indent=1))
+    _sync(temporary / META)
+    _sync(temporary)
+    shutil.rmtree(target, ignore_errors=True)
+    os.rename(temporary, target)
+    _sync(target.parent)
+
+
+def check(path: Path) -> dict[str, Any]:
+    """meta.json of a checkpoint that the user named, once every file was compared with it.
+
+    Raises:
+        ValueError: It is no checkpoint, or it is damaged.
+    """
+    meta = named_meta(path)
+    verify(path)
+    return meta
+
+
+def named_meta(path: Path) -> dict[str, Any]:
+    """meta.json of a checkpoint that the user named.
+
+    Raises:
+        ValueError: It is no checkpoint; a run's folder is told its newest.
+    """
+    if (path / META).is_file():
+        return read_meta(path)
+    inside = sorted(file.parent for at in ("", "checkpoints/") for file in path.glob(f"{at}step-*/{META}"))
+    hint = f"; the newest in it is {inside[-1]}" if inside else ""
+    raise ValueError(
+        f"{path}: no {META} in it; expected a checkpoint such as runs/NAME/checkpoints/step-000010{hint}"
+    )
+
+
+def verify(path: Path) -> None:
+    """Compare a checkpoint's files with its meta.json.
+
+    Raises:
+        DamagedCheckpoint: Names the first file that is missing or differs.
+    """
+    expected = read_meta(path)["files"]
+    found = dict(_digests(path))
+    for name, facts in expected.items():
+        if name not in found:
+            raise DamagedCheckpoint(f"{path / name} is missing")
+        if found[name] != facts:
+            raise DamagedCheckpoint(f"{path / name} is not what was written")
+
+
+def read_meta(path: Path) -> dict[str, Any]:
+    """What meta.json says.
+
+    Raises:
+        DamagedCheckpoint: It cannot be read, or lacks what every checkpoint's has.
+    """
+    try:
+        meta = json.loads((path / META).read_text())
+    except (OSError, ValueError) as error:
+        raise DamagedCheckpoint(f"{path / META} cannot be read: {error}") from error
+    if not isinstance(meta, dict) or not {"step", "files", "dtype"} <= set(meta):
+        raise DamagedCheckpoint(f"{path / META} lacks step, files or dtype")
+    return meta
+
+
+def _digests(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Relative name, size and digest of every file but meta.json; the hashing runs on all cores."""
+    files = sorted(f for f in path.rglob("*") if f.is_file() and f.name != META)
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        for file, digest in zip(files, pool.map(_digest, files), strict=True):
+            yield str(file.relative_to(path)), {"bytes": file.stat().st_size, "blake2b": digest}
+
+
+def _digest(file: Path) -> str:
+    with file.open("rb") as opened:
+        return hashlib.file_digest(opened, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,211 @@
+"""Between Hugging Face folders and the learner's Megatron checkpoints, and from one layout to another.
+
+One process, no GPU, no torchrun. Tensors stream: one parameter of one layer is in memory at a time, however
+large the model. Every conversion is bit-exact unless another dtype is asked for.
+"""
+
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from learner import families
+from learner.checkpoint_files import check, complete, named_meta
+from learner.config import ParallelConfig
+from learner.families import Family
+from learner.megatron_folder import (
+    COMMON,
+    Chunk,
+    MegatronFolder,
+    Object,
+    Piece,
+    StoredTensors,
+    cut,
+    write_checkpoint,
+)
+from learner.safetensors_folder import SafetensorsFolder, WholeTensors, write_folder
+from learner.slots import Part, Slot, slots
+from sync.manifest import TensorSpec
+
+
+def hf_to_megatron(source: Path, target: Path, layout: ParallelConfig, dtype: str | None = None) -> None:
+    """Write a Hugging Face folder's weights as a checkpoint that `learner.init_from` takes.
+
+    Args:
+        layout: The chunks are cut for it; the checkpoint loads under every other one too.
+        dtype: Torch's name; None keeps the folder's.
+
+    Raises:
+        ValueError: The folder or its architecture is not supported, the layout does not divide it, the types
+            are mixed, or `target` exists.
+    """
+    _refuse_existing(target)
+    family = families.read(source)
+    family.check_layout(layout)
+    folder = SafetensorsFolder(source)
+    wholes = [whole for slot in slots(family, 1, 1) for whole in slot.whole]
+    for name, shape in wholes:
+        folder.check(name, shape)
+    dtype = dtype or _only_dtype(source, {folder.dtype(name) for name, _ in wholes})
+    shards = _Shards(folder)
+    ranks = [
+        [
+            Piece(chunk, getattr(torch, dtype), partial(shards.part, slot, rank, part, chunk))
+            for slot, rank, chunk, part in cell
+        ]
+        for cell in _cells(family, layout)
+    ]
+    with _whole_or_not_at_all(target) as temporary:
+        write_checkpoint(temporary, ranks, common=None)
+        facts = {"step": 0, "weights_only": True, "dtype": dtype, "model": str(source.resolve())}
+        complete(temporary, target, facts | {"tensor": layout.tensor, "pipeline": layout.pipeline})
+
+
+def megatron_to_hf(
+    checkpoint: Path, target: Path, model: Path | None = None, dtype: str | None = None
+) -> None:
+    """Write a checkpoint's weights as a Hugging Face folder.
+
+    Args:
+        checkpoint: Of a run or of `hf_to_megatron`; under whatever layout it was written.
+        model: Folder with the config and the tokenizer; None takes the one that meta.json names.
+        dtype: Torch's name; None keeps the checkpoint's.
+
+    Raises:
+        ValueError: It is no checkpoint, is damaged, or does not fit the model's config, or `target` exists.
+    """
+    _refuse_existing(target)
+    source = _model_folder(checkpoint, model)
+    family, meta = families.read(source), check(checkpoint)
+    folder = MegatronFolder(checkpoint, family)
+    specs: list[TensorSpec] = []
+    for name, shape in (whole for slot in slots(family, 1, 1) for whole in slot.whole):
+        folder.check(name, shape)
+        specs.append(TensorSpec(name, dtype or meta["dtype"], shape))
+    tensors = ((spec.name, folder.read(spec.name, slice(None))) for spec in specs)
+    write_folder(target, source, specs, tensors)
+
+
+def reshard(checkpoint: Path, target: Path, layout: ParallelConfig, model: Path | None = None) -> None:
+    """Write a checkpoint again, optimizer state too, cut for another layout.
+
+    It would load there as it is. Cut anew each rank reads its own chunks and nothing else; a chunk is always
+    read whole.
+
+    Args:
+        model: As for `megatron_to_hf`.
+
+    Raises:
+        ValueError: As `megatron_to_hf`, or the layout does not divide the model, or `target` exists.
+    """
+    _refuse_existing(target)
+    family = families.read(_model_folder(checkpoint, model))
+    family.check_layout(layout)
+    meta = check(checkpoint)
+    ranks = _recut(StoredTensors(checkpoint), family, layout)
+    with _whole_or_not_at_all(target) as temporary:
+        write_checkpoint(temporary, ranks, checkpoint / COMMON)
+        # No data size fits it: the generators' states are of the old layout's ranks and are left behind.
+        facts = {k: v for k, v in meta.items() if k != "files"} | {"data": None}
+        complete(temporary, target, facts | {"tensor": layout.tensor, "pipeline": layout.pipeline})
+
+
+def _model_folder(checkpoint: Path, model: Path | None) -> Path:
+    if model is not None:
+        return model
+    named = named_meta(checkpoint).get("model")
+    if not named or not Path(named).is_dir():
+        raise ValueError(
+            f"{checkpoint}: the model's folder is {named or 'not told in it'}"
+            f"{' and not there' if named else ''}; give --model FOLDER, for its config and tokenizer"
+        )
+    return Path(named)
+
+
+def _only_dtype(source: Path, found: set[str]) -> str:
+    if len(found) > 1:
+        raise ValueError(f"{source}: the tensors are {' and '.join(sorted(found))}; choose one with --dtype")
+    return found.pop()
+
+
+@contextmanager
+def _whole_or_not_at_all(target: Path) -> Iterator[Path]:
+    """A folder to write into, removed if that fails; the caller gives it its name."""
+    temporary = target.with_name(f".{target.name}.tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    try:
+        yield temporary
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _refuse_existing(target: Path) -> None:
+    if target.exists():
+        raise ValueError(f"{target} exists; remove it or choose another name")
+
+
+def _cells(family: Family, layout: ParallelConfig) -> list[list[tuple[Slot, int, Chunk, Part]]]:
+    """For each rank of one model copy, stage by stage, what it stores."""
+    places = slots(family, layout.tensor, layout.pipeline)
+    return [
+        [
+            (slot, rank, chunk, part)
+            for slot in places
+            if slot.stage == stage
+            for chunk, part in cut(slot, rank, family, layout.pipeline)
+        ]
+        for stage in range(layout.pipeline)
+        for rank in range(layout.tensor)
+    ]
+
+
+class _Shards:
+    """Tensor ranks' shards out of a folder; the last one is kept, since gate and up are two chunks of one."""
+
+    def __init__(self, folder: WholeTensors) -> None:
+        self._folder = folder
+        self._held: tuple[object, Tensor] = (None, torch.empty(0))
+
+    def part(self, slot: Slot, rank: int, part: Part, chunk: Chunk) -> Tensor:
+        if self._held[0] != (slot, rank):
+            self._held = (None, torch.empty(0))
+            self._held = ((slot, rank), slot.read(self._folder, rank))
+        return self._held[1][part.row : part.row + part.shape[0]].view(chunk.shape)
+
+
+def _recut(stored: StoredTensors, family: Family, layout: ParallelConfig) -> list[list[Piece | Object]]:
+    """Everything a checkpoint holds: parameters and their optimizer states cut for the layout, the rest as
+    it is in the first rank's file."""
+    cells = _cells(family, layout)
+    known = {chunk.key: len(chunk.whole) for cell in cells for *_, chunk, _ in cell}
+    prefixes: dict[str, list[str]] = {}
+    rest: list[str] = []
+    for key, shape in stored.shapes.items():
+        names = (name for name in known if key == name or key.endswith("." + name))
+        home = next((name for name in names if known[name] == len(shape)), None)
+        if home is None:
+            rest.append(key)
+        else:
+            prefixes.setdefault(home, []).append(key.removesuffix(home))
+    ranks: list[list[Piece | Object]] = []
+    for cell in cells:
+        of_model = [chunk for *_, chunk, _ in cell]
+        pieces = [
+            Chunk(prefix + chunk.key, chunk.whole, chunk.start, chunk.shape)
+            for chunk in of_model
+            for prefix in prefixes.get(chunk.key, ())
+        ]
+        ranks.append([_piece(stored, chunk) for chunk in pieces])
+    ranks[0] += [_piece(stored, chunk) for key in rest for chunk in stored.stored(key)]
+    ranks[0] += [Object(key, partial(stored.read_object, key)) for key in stored.objects]
+    return ranks
+
+
+def _piece(stored: StoredTensors, chunk: Chunk) -> Piece:
+    make: Callable[[], Tensor] = partial(stored.read, chunk)
+    return Piece(chunk, stored.dtype(chunk.key), make)
