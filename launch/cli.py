@@ -90,6 +90,29 @@ def report(run_dir: RunDir) -> None:
 
 
 @app.command()
+def plan(
+    config: Config,
+    overrides: Overrides = None,
+    devices: Annotated[int | None, typer.Option(min=1, help="GPUs there are, learner and servers.")] = None,
+    device_gib: Annotated[float, typer.Option(min=0.1, help="Of one; with --cpu of the machine.")] = 80,
+    cpu: Annotated[bool, typer.Option("--cpu", help="Plan for CPU ranks on one machine.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """What every rank would hold in memory, and what to change if it does not fit; loads no weights."""
+    from rich.console import Console
+
+    from launch import plan_screen
+    from launch.plan import Target
+    from launch.plan import plan as make
+
+    made = make(config, overrides or [], Target(not cpu, devices, device_gib))
+    if as_json:
+        typer.echo(plan_screen.as_json(made))
+        raise typer.Exit(0 if not made.reasons() else 1)
+    raise typer.Exit(plan_screen.print_plan(made, Console()))
+
+
+@app.command()
 def doctor(config: Annotated[Path | None, typer.Argument(metavar="[CONFIG]")] = None) -> None:
     """What this machine has, and whether it is enough to run here."""
     from rich.console import Console

@@ -1,19 +1,19 @@
 """Which Hugging Face architectures the learner trains, and what each one's config means to Megatron.
 
-A `Family` is read from config.json alone; nothing here loads weights. What is not supported is refused in one
-line, never approximated.
+A `Family` is read from config.json alone; nothing here loads weights, nor torch on import. What is not
+supported is refused in one line, never approximated.
 """
 
 import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-import torch
-import torch.nn.functional as F
+from typing import TYPE_CHECKING, Any
 
 from learner.config import ParallelConfig
+
+if TYPE_CHECKING:
+    import torch
 
 ARCHITECTURES = {
     "LlamaForCausalLM": (False, False),  # SmolLM is Llama by another name
@@ -42,8 +42,10 @@ class Rope:
     llama3: tuple[float, float, float, int] | None = None
     """factor, low_freq_factor, high_freq_factor, original_max_position_embeddings."""
 
-    def inverse_frequencies(self, head_dim: int) -> torch.Tensor:
+    def inverse_frequencies(self, head_dim: int) -> "torch.Tensor":
         """Float32 [head_dim / 2], in radians per position."""
+        import torch
+
         exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
         frequencies = 1.0 / (self.theta**exponents)
         if self.llama3 is None:
@@ -105,8 +107,10 @@ class Family:
                 f"use one of {', '.join(map(str, fitting))}"
             )
 
-    def transformer_config(self, parallel: ParallelConfig, dtype: torch.dtype, recompute: bool) -> Any:
+    def transformer_config(self, parallel: ParallelConfig, dtype: "torch.dtype", recompute: bool) -> Any:
         """Megatron's TransformerConfig for this model in this layout."""
+        import torch
+        import torch.nn.functional as F
         from megatron.core.transformer.transformer_config import TransformerConfig
 
         checkpointing: dict[str, Any] = {}
@@ -162,7 +166,13 @@ def read(path: str | Path) -> Family:
     file = Path(path) / "config.json"
     if not file.exists():
         raise ValueError(f"model.path: {file} does not exist; expected a Hugging Face folder")
-    return from_config(json.loads(file.read_text()), str(file))
+    try:
+        config = json.loads(file.read_text())
+    except ValueError as error:
+        raise ValueError(f"{file} is not JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise ValueError(f"{file}: expected a Hugging Face config")
+    return from_config(config, str(file))
 
 
 def from_config(config: dict[str, Any], where: str) -> Family:

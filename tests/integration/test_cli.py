@@ -14,6 +14,9 @@ HOME = Path(__file__).parents[2]
 SLIPSTREAM = Path(sys.executable).with_name("slipstream")
 
 
+PLANNED = "configs/plan/policy-7b.yaml"
+
+
 def slipstream(*arguments: str) -> subprocess.CompletedProcess[str]:
     environment = os.environ | {"COLUMNS": "100", "NO_COLOR": "1"}
     return subprocess.run(
@@ -35,7 +38,7 @@ def seconds_of(*arguments: str) -> float:
 def test_help_names_every_command():
     result = slipstream("--help")
     assert result.returncode == 0
-    for command in ("run", "buffer", "rollout", "learner", "report", "convert", "doctor"):
+    for command in ("run", "buffer", "rollout", "learner", "report", "convert", "plan", "doctor"):
         assert f" {command} " in result.stdout
 
 
@@ -46,6 +49,15 @@ def test_help_takes_less_than_a_second(arguments):
 
 def test_a_mistake_in_the_file_takes_less_than_two_seconds():
     assert seconds_of("run", "configs/demo.yaml", "learner.stepz=3") < 2.0
+
+
+def test_a_plan_takes_less_than_two_seconds_and_says_by_its_exit_code_whether_it_fits():
+    assert seconds_of("plan", PLANNED) < 2.0
+    fits, does_not = (slipstream("plan", PLANNED, "--devices", devices) for devices in ("8", "7"))
+    assert (fits.returncode, does_not.returncode) == (0, 1)
+    assert "FITS: 8 of 8 devices" in fits.stdout
+    assert "DOES NOT FIT: 8 devices are needed, 7 are there" in does_not.stdout
+    assert "set rollout.servers=3" in does_not.stdout
 
 
 @pytest.mark.parametrize(
@@ -68,6 +80,7 @@ def test_a_mistake_in_the_file_takes_less_than_two_seconds():
         (("report", "/nowhere"), "/nowhere: no config.yaml in it"),
         (("convert", "megatron-to-hf", "/nowhere", "/nowhere/hf"), "/nowhere: no meta.json in it"),
         (("convert", "hf-to-megatron", "configs", "/nowhere"), "configs/config.json does not exist"),
+        (("plan", PLANNED, "learner.processes=6", "learner.parallel.pipeline=3"), "does not divide the 32"),
     ],
 )
 def test_a_mistake_is_one_line_and_exit_code_2(arguments, told):

@@ -31,7 +31,10 @@ def sources() -> list[Path]:
     return sorted(path for house in HOUSES for path in (HOME / house).rglob("*.py"))
 
 
-@pytest.mark.parametrize("module", [*LIGHT, "launch.cli", "launch.local", "launch.screen"])
+PLANNING = ("launch.plan", "launch.plan_changes", "launch.plan_screen")
+
+
+@pytest.mark.parametrize("module", [*LIGHT, "launch.cli", "launch.local", "launch.screen", *PLANNING])
 def test_what_must_be_light_imports_nothing_heavy(module):
     script = f"import sys, {module}; print(*[m for m in {HEAVY!r} if m in sys.modules])"
     result = subprocess.run(

@@ -77,6 +77,9 @@ def test_a_folder_without_config_is_refused(tmp_path):
         families.read(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(SMOL))
     assert families.read(tmp_path).heads == 9
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ValueError, match=r"config\.json is not JSON"):
+        families.read(tmp_path)
 
 
 def test_a_config_without_sizes_is_refused_by_the_missing_keys():

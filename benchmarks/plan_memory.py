@@ -1,0 +1,172 @@
+"""What `slipstream plan` says a learner rank takes, against what real ranks take.
+
+    python benchmarks/plan_memory.py
+
+Made models on CPU. Each rank is a fresh process that makes the policy, its optimizer and two real updates on
+groups as long as the config allows, as the learner does. Measured is the peak of resident memory during the
+second update (VmHWM, reset before it) beyond what the process held before it made the model; predicted is
+the plan's total without the share it assumes for that. Writes benchmarks/results/plan_memory.json.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+SHAPE = {
+    "vocab_size": 8192,
+    "hidden_size": 512,
+    "intermediate_size": 1408,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 1024,
+}
+PROMPT, COMPLETION, GROUP = 256, 384, 4
+SETTINGS: dict[str, dict[str, Any]] = {
+    "one rank, float32": {},
+    "one rank, float32, recompute": {"recompute": True},
+    "tensor 2, float32": {"parallel": {"tensor": 2}},
+    "pipeline 2, float32": {"parallel": {"pipeline": 2}},
+    "data 2, bfloat16, distributed optimizer, recompute": {
+        "recompute": True,
+        "parallel": {"distributed_optimizer": True},
+        "processes": 2,
+    },
+}
+
+
+def experiment_of(name: str, folder: str) -> dict[str, Any]:
+    learner = dict(SETTINGS[name])
+    layout = learner.get("parallel", {})
+    learner.setdefault("processes", layout.get("tensor", 1) * layout.get("pipeline", 1))
+    return {
+        "name": "plan",
+        "run_dir": folder,
+        "model": {
+            "path": f"{folder}/model",
+            "max_length": PROMPT + COMPLETION,
+            "dtype": "bfloat16" if "bfloat16" in name else "float32",
+        },
+        "data": {"train": {"kind": "jsonl", "path": "unused"}},
+        "rollout": {"group_size": GROUP, "sampling": {"max_tokens": COMPLETION}},
+        "learner": {**learner, "tokens_per_microbatch": PROMPT + GROUP * COMPLETION},
+    }
+
+
+def resident(field: str) -> int:
+    found = re.search(rf"{field}:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert found is not None
+    return int(found[1]) << 10
+
+
+def measure(folder: Path, name: str) -> None:
+    """One rank: writes the bytes it took to `rank-N`."""
+    import torch
+
+    from learner import parallel
+    from learner.config import LearnerExperiment
+    from learner.model import build_model
+    from learner.optimizer import make_trainable
+    from learner.step import Updater
+
+    fields = experiment_of(name, str(folder))
+    experiment = LearnerExperiment.model_validate({k: v for k, v in fields.items() if k != "data"})
+    learner = experiment.learner
+    torch.set_num_threads(1)
+    parallel.initialize(learner.parallel, 1)
+    before = resident("VmRSS")
+    dtype = getattr(torch, experiment.model.dtype)
+    model = build_model(experiment.model.path, learner.parallel, dtype, learner.recompute)
+    updater = Updater(experiment, make_trainable(model, learner.optimizer, learner.parallel), None)
+    updater.update(batch(0, learner.parallel.pipeline))
+    Path("/proc/self/clear_refs").write_text("5")
+    updater.update(batch(1, learner.parallel.pipeline))
+    (folder / f"rank-{parallel.rank()}").write_text(str(resident("VmHWM") - before))
+    parallel.shutdown()
+
+
+def batch(index: int, count: int) -> Any:
+    """A micro-batch for each pipeline stage: groups of full length whose completions all teach something."""
+    import numpy as np
+
+    from buffer.records import Batch, Group, Trajectory
+
+    draw = np.random.default_rng(index)
+    length = PROMPT + COMPLETION
+    groups: list[Group] = []
+    for number in range(count):
+        prompt = draw.integers(3, SHAPE["vocab_size"], PROMPT, dtype=np.int32)
+        rows = [
+            Trajectory(
+                index=i,
+                token_ids=np.concatenate(
+                    [prompt, draw.integers(3, SHAPE["vocab_size"], COMPLETION, dtype=np.int32)]
+                ),
+                loss_mask=(np.arange(length) >= PROMPT).astype(np.uint8),
+                behavior_logprobs=np.full(length, -9.0, np.float32),
+                versions=np.zeros(length, np.int32),
+                reward=float(i % 2),
+                reward_parts={},
+                finish_reason="length",
+            )
+            for i in range(GROUP)
+        ]
+        groups.append(Group(f"g{number}", "l", f"0/{number}", "train", tuple(rows)))
+    return Batch(index, tuple(groups), {})
+
+
+def predict(folder: str, name: str) -> list[float]:
+    """Bytes of each rank, without what the plan assumes for libraries."""
+    from launch.experiment import WholeExperiment
+    from launch.plan import Target, of
+    from learner import families
+
+    experiment = WholeExperiment.model_validate(experiment_of(name, folder))
+    made = of(experiment, families.read(f"{folder}/model"), Target(gpu=False))
+    kinds = [kind for kind in made.kinds if kind.name.startswith("learner")]
+    sizes: list[float] = []
+    for kind in kinds:
+        moment = sum(kind.moments["training"].values())
+        sizes += [sum(kind.held.values()) - kind.held["runtime (assumed)"] + moment] * kind.ranks
+    return sizes
+
+
+def main() -> None:
+    import torch
+    from record import write_result
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    runs: dict[str, Any] = {}
+    # Large blocks go back to the kernel when they are freed: resident memory is then what is in use.
+    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1"}
+    for name in SETTINGS:
+        with tempfile.TemporaryDirectory() as folder:
+            torch.manual_seed(0)
+            LlamaForCausalLM(LlamaConfig(**SHAPE)).save_pretrained(f"{folder}/model")
+            expected = predict(folder, name)
+            command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+            command += [f"--nproc-per-node={len(expected)}", __file__, folder, name]
+            subprocess.run(command, env=environment, check=True)
+            found = [int((Path(folder) / f"rank-{rank}").read_text()) for rank in range(len(expected))]
+        runs[name] = {
+            "predicted_mib": [round(size / 2**20) for size in expected],
+            "measured_mib": [round(size / 2**20) for size in found],
+            "error_percent": [round(100 * (p / m - 1), 1) for p, m in zip(expected, found, strict=True)],
+        }
+        print(name, json.dumps(runs[name]), flush=True)
+    errors = [abs(error) for run in runs.values() for error in run["error_percent"]]
+    figures = {"model": SHAPE, "prompt_tokens": PROMPT, "completion_tokens": COMPLETION}
+    figures |= {"group_size": GROUP, "runs": runs, "largest_error_percent": max(errors)}
+    write_result("plan_memory", figures)
+
+
+if __name__ == "__main__":
+    if len(sys.argv) > 1:
+        measure(Path(sys.argv[1]), sys.argv[2])
+    else:
+        main()

@@ -1,0 +1,270 @@
+"""What an experiment takes in memory on every rank, and whether it fits: arithmetic on config.json, no torch.
+
+    slipstream plan CONFIG --devices 8 --device-gib 80
+
+Rank kinds: the learner's pipeline stages (global rank 0 apart, because it publishes) and the rollout servers'
+engine ranks.
+"""
+
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from launch.experiment import WholeExperiment, read
+from learner import budget, families
+from learner.budget import Machine, MicroBatch
+from learner.families import Family
+from rollout.config import EngineConfig
+
+GIB = 1 << 30
+WEIGHT_BYTES = {"bfloat16": 2, "float32": 4}
+RUNTIME_GIB = {"gpu": 2.0, "cpu": 0.8}
+"""Assumed for what no formula tells: CUDA context, NCCL's buffers and the allocator's gaps; or libraries."""
+BUCKET_MIB = {"gpu": 512, "cpu": 64}
+"""As in sync/publisher.py where sync.bucket_mib is null."""
+BUCKETS_IN_FLIGHT = 2
+VLLM_BATCHED_TOKENS = 8192
+"""Tokens of vLLM's largest forward pass, for its activations; an estimate."""
+VLLM_VOCAB_MULTIPLE = 64
+LINKS_GBIT = (10, 25, 100, 200, 400)
+
+
+@dataclass(frozen=True, slots=True)
+class RankKind:
+    """Ranks that hold equally much."""
+
+    name: str
+    ranks: int
+    held: dict[str, float]
+    """Bytes on the device for as long as the run lasts, by what they are for."""
+    moments: dict[str, dict[str, float]] = field(default_factory=dict)
+    """What comes on top at times, one at a time: the largest counts."""
+    host: dict[str, float] = field(default_factory=dict)
+    """Bytes on the host beside a GPU."""
+    notes: tuple[str, ...] = ()
+    impossible: str | None = None
+    """Why it could not even start."""
+
+    @property
+    def peak(self) -> str | None:
+        """The moment at which most is taken."""
+        return max(self.moments, key=lambda name: sum(self.moments[name].values()), default=None)
+
+    @property
+    def total(self) -> float:
+        moment = sum(self.moments[self.peak].values()) if self.peak else 0.0
+        return sum(self.held.values()) + moment
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What the experiment is to run on."""
+
+    gpu: bool = True
+    devices: int | None = None
+    """How many there are; None only says how many are needed."""
+    device_gib: float = 80.0
+    """Of one GPU; on CPU of the machine, which every rank shares."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    experiment: WholeExperiment
+    family: Family
+    target: Target
+    kinds: tuple[RankKind, ...]
+
+    @property
+    def devices(self) -> int:
+        return sum(kind.ranks for kind in self.kinds)
+
+    @property
+    def server_host_bytes(self) -> float:
+        """On the host of one rollout server, for all its engine ranks."""
+        engine = self.experiment.rollout.engine
+        return sum(self.kinds[-1].host.values()) * engine.tensor_parallel * engine.pipeline_parallel
+
+    @property
+    def model_bytes(self) -> int:
+        """Of one version as it is published."""
+        return budget.whole_parameters(self.family) * WEIGHT_BYTES[self.experiment.model.dtype]
+
+    def publish_seconds(self) -> dict[int, float]:
+        """By the sender's link in Gbit/s: a broadcast carries every byte over it once."""
+        return {gbit: self.model_bytes * 8 / (gbit * 1e9) for gbit in LINKS_GBIT}
+
+    def reasons(self) -> list[str]:
+        """Why it does not fit; nothing if it does."""
+        target, limit = self.target, self.target.device_gib * GIB
+        found = [f"{kind.name}: {kind.impossible}" for kind in self.kinds if kind.impossible]
+        if target.gpu:
+            found += [
+                f"{kind.name} takes {kind.total / GIB:.1f} GiB of {target.device_gib:g}"
+                for kind in self.kinds
+                if kind.total > limit
+            ]
+            if target.devices is not None and self.devices > target.devices:
+                found.append(f"{self.devices} devices are needed, {target.devices} are there")
+        elif (total := sum(kind.total * kind.ranks for kind in self.kinds)) > limit:
+            found.append(f"all ranks take {total / GIB:.1f} GiB of the machine's {target.device_gib:g}")
+        return found
+
+
+def plan(config: Path, overrides: list[str], target: Target) -> Plan:
+    """Read an experiment and plan it; only config.json of its model must exist here.
+
+    Raises:
+        ConfigError: A mistake in the experiment.
+        ValueError: The model is not supported, or the layout does not divide it.
+    """
+    experiment = read(config, overrides, [])
+    family = families.read(experiment.model.path)
+    return of(experiment, family, target)
+
+
+def of(experiment: WholeExperiment, family: Family, target: Target) -> Plan:
+    """The plan of an experiment that was read already."""
+    family.check_layout(experiment.learner.parallel)
+    kinds = (*_learner(experiment, family, target), _server(experiment, family, target))
+    return Plan(experiment, family, target, kinds)
+
+
+def machine_of(experiment: WholeExperiment, gpu: bool) -> Machine:
+    weight = WEIGHT_BYTES[experiment.model.dtype]
+    # `layers.compute_dtype`: on CPU as if it had no bfloat16 instructions, the larger of the two.
+    return Machine(gpu, weight, weight if gpu else budget.FLOAT32)
+
+
+def micro_batch_of(experiment: WholeExperiment) -> MicroBatch:
+    return budget.largest_micro_batch(
+        experiment.model.max_length,
+        experiment.rollout.sampling.max_tokens,
+        experiment.rollout.group_size,
+        experiment.learner.tokens_per_microbatch,
+    )
+
+
+def _learner(experiment: WholeExperiment, family: Family, target: Target) -> list[RankKind]:
+    pipeline = experiment.learner.parallel.pipeline
+    per_stage = experiment.learner.processes // pipeline
+    publishing = _publishing(experiment, family, target.gpu)
+    name = _stage_name(0, pipeline)
+    first = _stage(experiment, family, target, 0, f"{name}, rank 0" if per_stage > 1 else name, 1, publishing)
+    kinds = [first, _stage(experiment, family, target, 0, name, per_stage - 1)]
+    stages = range(1, pipeline)
+    if pipeline > 3:
+        # Of the middle ones the first keeps most micro-batches; all count as that one.
+        middle = _stage(experiment, family, target, 1, f"learner stages 2 to {pipeline - 1}", 0)
+        kinds.append(replace(middle, ranks=per_stage * (pipeline - 2)))
+        stages = range(pipeline - 1, pipeline)
+    kinds += [_stage(experiment, family, target, s, _stage_name(s, pipeline), per_stage) for s in stages]
+    return [kind for kind in kinds if kind.ranks]
+
+
+def _stage_name(stage: int, pipeline: int) -> str:
+    return f"learner stage {stage + 1} of {pipeline}" if pipeline > 1 else "learner"
+
+
+def _stage(
+    experiment: WholeExperiment,
+    family: Family,
+    target: Target,
+    stage: int,
+    name: str,
+    ranks: int,
+    publishing: dict[str, float] | None = None,
+) -> RankKind:
+    learner, machine = experiment.learner, machine_of(experiment, target.gpu)
+    layout = learner.parallel
+    data = learner.processes // (layout.tensor * layout.pipeline)
+    count = budget.parameters(family, layout.tensor, layout.pipeline, stage)
+    shares = data if layout.distributed_optimizer else 1
+    weights = float(count * machine.weight_bytes)
+    optimizer = budget.optimizer_bytes(count, machine.weight_bytes, shares)
+    held = {"weights": weights, "gradients": float(count * budget.FLOAT32), "optimizer": optimizer}
+    if learner.algorithm.kl.coefficient:
+        held["reference model"] = weights
+    held["runtime (assumed)"] = RUNTIME_GIB["gpu" if target.gpu else "cpu"] * GIB
+    training = budget.stage_activations(family, learner, stage, micro_batch_of(experiment), machine)
+    moments = {"training": {k: float(v) for k, v in training.items()}}
+    if publishing:
+        moments["publishing"] = publishing
+    # A checkpoint is copied to the host before it is written.
+    host = {"checkpoint": weights + optimizer} if target.gpu else {}
+    if layout.distributed_optimizer:
+        gathered, beside = budget.gathered_optimizer_bytes(count, data, target.gpu)
+        moments["checkpoint"] = {"gathered optimizer": gathered}
+        host = {"checkpoint": weights + beside} if target.gpu else {}
+    return RankKind(name, ranks, held, moments, host)
+
+
+def _publishing(experiment: WholeExperiment, family: Family, gpu: bool) -> dict[str, float]:
+    """On global rank 0: bucket buffers, and one parameter gathered from its shards and joined."""
+    size = WEIGHT_BYTES[experiment.model.dtype]
+    layout = experiment.learner.parallel
+    largest = family.hidden * max(family.vocab, 2 * family.ffn) * size
+    copies = 2 if layout.tensor * layout.pipeline > 1 else 1
+    buckets = float(BUCKETS_IN_FLIGHT * _bucket_bytes(experiment, gpu))
+    return {"publish buckets": buckets, "gathered tensor": float(copies * largest)}
+
+
+def _bucket_bytes(experiment: WholeExperiment, gpu: bool) -> int:
+    return (experiment.sync.bucket_mib or BUCKET_MIB["gpu" if gpu else "cpu"]) << 20
+
+
+def server_parameters(family: Family, engine: EngineConfig) -> int:
+    """Of vLLM's fullest rank: the vocabulary padded to 64, key-value heads never cut below one, layers of the
+    longest stage, and on one pipeline rank or more the embedding or the output layer, as tables go."""
+    tensor, pipeline = engine.tensor_parallel, engine.pipeline_parallel
+    head = family.head_dim * family.hidden
+    kv_heads = max(1, family.kv_heads // tensor)
+    attention = 2 * head * family.heads // tensor + 2 * head * kv_heads
+    layer = attention + 3 * family.hidden * family.ffn // tensor + 2 * family.hidden
+    multiple = VLLM_VOCAB_MULTIPLE
+    table = -(-family.vocab // multiple) * multiple * family.hidden // tensor
+    tables = 1 if family.tied or pipeline > 1 else 2
+    return layer * -(-family.layers // pipeline) + tables * table + family.hidden
+
+
+def kv_bytes_per_token(family: Family, engine: EngineConfig, element_bytes: int) -> int:
+    """Keys and values of one token on one engine rank: 2 · layers · heads · head size."""
+    heads = max(1, family.kv_heads // engine.tensor_parallel)
+    return 2 * -(-family.layers // engine.pipeline_parallel) * heads * family.head_dim * element_bytes
+
+
+def _server(experiment: WholeExperiment, family: Family, target: Target) -> RankKind:
+    engine, length = experiment.rollout.engine, experiment.model.max_length
+    size = WEIGHT_BYTES[experiment.model.dtype]
+    ranks = engine.tensor_parallel * engine.pipeline_parallel
+    weights = float(server_parameters(family, engine) * size)
+    forward = float(_forward_pass(family, engine, size))
+    staging = float(budget.whole_parameters(family) * size)
+    held = {"weights": weights, "forward pass (estimate)": forward}
+    if target.gpu:
+        # vLLM gives its cache whatever its share of the device leaves.
+        share = engine.gpu_memory_utilization * target.device_gib * GIB
+        cache = share - weights - forward
+        held |= {"KV cache": max(0.0, cache), "landing bucket": float(_bucket_bytes(experiment, True))}
+        host = {"staging (pinned)": staging}
+    else:
+        cache, host = engine.kv_cache_gib * GIB, {}
+        held |= {"KV cache": cache, "staging": staging, "runtime (assumed)": RUNTIME_GIB["cpu"] * GIB}
+    tokens = int(max(0.0, cache) // kv_bytes_per_token(family, engine, size))
+    at_once = tokens // length
+    notes = (f"{tokens:,} tokens of KV cache, {at_once} sequences of {length} at once",)
+    impossible = None
+    if family.heads % engine.tensor_parallel:
+        impossible = f"{family.heads} attention heads do not divide by {engine.tensor_parallel}"
+    elif at_once == 0:
+        impossible = f"no room for the KV cache of one sequence of {length} tokens"
+    return RankKind(
+        "rollout server rank", experiment.rollout.servers * ranks, held, {}, host, notes, impossible
+    )
+
+
+def _forward_pass(family: Family, engine: EngineConfig, element_bytes: int) -> int:
+    """Hidden states and the MLP's inner ones of the largest pass, or the logits of every sequence."""
+    layer = (
+        VLLM_BATCHED_TOKENS * (4 * family.hidden + 3 * family.ffn // engine.tensor_parallel) * element_bytes
+    )
+    logits = engine.max_num_seqs * family.vocab * (element_bytes + 2 * budget.FLOAT32)
+    return max(layer, logits)

@@ -1,0 +1,123 @@
+"""A plan for people, one table, and for programs, one JSON object."""
+
+import json
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from launch.plan import GIB, Plan, RankKind
+from launch.plan_changes import changes
+
+
+def print_plan(plan: Plan, console: Console) -> int:
+    """Returns: the exit code, 1 when it does not fit."""
+    experiment, learner = plan.experiment, plan.experiment.learner
+    layout, engine = learner.parallel, experiment.rollout.engine
+    data = learner.processes // (layout.tensor * layout.pipeline)
+    say = _quiet(console)
+    say(
+        f"[bold]{experiment.name}[/]: {plan.model_bytes / _per_element(plan) / 1e9:.2f} B parameters in "
+        f"{experiment.model.dtype}, {plan.family.architecture}"
+    )
+    say(
+        f"learner of {learner.processes} ranks (tensor {layout.tensor}, pipeline {layout.pipeline}, "
+        f"data {data}), micro-batches of {learner.tokens_per_microbatch} tokens; "
+        f"{experiment.rollout.servers} servers of {engine.tensor_parallel * engine.pipeline_parallel} ranks"
+    )
+    console.print(_table(plan))
+    for kind in plan.kinds:
+        for note in kind.notes:
+            say(f"{kind.name}: {note}")
+    seconds = ", ".join(f"{s:.1f} s at {gbit}" for gbit, s in plan.publish_seconds().items())
+    say(f"publish {plan.model_bytes / GIB:.1f} GiB a version: {seconds} Gbit/s")
+    verdict, fits = _verdict(plan), not plan.reasons()
+    say(f"[bold {'green' if fits else 'red'}]{verdict}[/]")
+    for line in changes(plan):
+        say(f"  → {line}")
+    return 0 if fits else 1
+
+
+def as_json(plan: Plan) -> str:
+    fields: dict[str, Any] = {
+        "name": plan.experiment.name,
+        "parameters": plan.model_bytes // _per_element(plan),
+        "devices": plan.devices,
+        "fits": not plan.reasons(),
+        "reasons": plan.reasons(),
+        "changes": changes(plan),
+        "server_host_bytes": plan.server_host_bytes,
+        "published_bytes": plan.model_bytes,
+        "publish_seconds_by_gbit": plan.publish_seconds(),
+        "ranks": [
+            {
+                "kind": kind.name,
+                "ranks": kind.ranks,
+                "held_bytes": kind.held,
+                "moments_bytes": kind.moments,
+                "total_bytes": kind.total,
+                "host_bytes": kind.host,
+                "notes": kind.notes,
+            }
+            for kind in plan.kinds
+        ],
+    }
+    return json.dumps(fields, indent=2)
+
+
+def _per_element(plan: Plan) -> int:
+    return {"bfloat16": 2, "float32": 4}[plan.experiment.model.dtype]
+
+
+def _table(plan: Plan) -> Table:
+    """One column a rank kind, one row an item; the moment that takes most is in the total."""
+    table = Table(title="GiB on each rank", title_justify="left", header_style="bold")
+    table.add_column("", no_wrap=True)
+    for kind in plan.kinds:
+        table.add_column(f"{kind.name}\n× {kind.ranks}", justify="right")
+    for item in dict.fromkeys(item for kind in plan.kinds for item in kind.held):
+        table.add_row(item, *(_gib(kind.held.get(item)) for kind in plan.kinds))
+    moments = dict.fromkeys(
+        (moment, item) for kind in plan.kinds for moment, items in kind.moments.items() for item in items
+    )
+    for moment, item in moments:
+        table.add_row(f"{moment}: {item}", *(_moment(kind, moment, item) for kind in plan.kinds))
+    table.add_section()
+    table.add_row("total, at its fullest", *(_gib(kind.total) for kind in plan.kinds), style="bold")
+    if any(kind.host for kind in plan.kinds):
+        hosts = (_gib(sum(kind.host.values()) or None) for kind in plan.kinds)
+        table.add_row("on the host beside it", *hosts, style="dim")
+    return table
+
+
+def _moment(kind: RankKind, moment: str, item: str) -> str:
+    """In brackets where another moment takes more, so that it is not in the total."""
+    size = kind.moments.get(moment, {}).get(item)
+    return _gib(size) if size is None or moment == kind.peak else f"({_gib(size)})"
+
+
+def _gib(size: float | None) -> str:
+    return "–" if size is None else f"{size / GIB:.2f}"
+
+
+def _verdict(plan: Plan) -> str:
+    reasons = plan.reasons()
+    if reasons:
+        return f"DOES NOT FIT: {'; '.join(reasons)}"
+    if not plan.target.gpu:
+        total = sum(kind.total * kind.ranks for kind in plan.kinds) / GIB
+        return f"FITS: all ranks take {total:.1f} of {plan.target.device_gib:g} GiB"
+    fullest = max(plan.kinds, key=lambda kind: kind.total)
+    there = f" of {plan.target.devices}" if plan.target.devices else ""
+    return (
+        f"FITS: {plan.devices}{there} devices; {fullest.name} is the fullest with "
+        f"{fullest.total / GIB:.1f} of {plan.target.device_gib:g} GiB; the host of a server must have "
+        f"{plan.server_host_bytes / GIB:.0f} GiB to stage a version on each of its ranks"
+    )
+
+
+def _quiet(console: Console) -> Any:
+    def say(text: str) -> None:
+        console.print(text, highlight=False, soft_wrap=True)
+
+    return say

@@ -1,0 +1,203 @@
+"""What one learner rank holds in memory, from shapes alone: no torch, no weights, no accelerator.
+
+Symbols: h hidden, f ffn, Q = heads · head size, K = key-value heads · head size, V vocabulary, t tensor size,
+p pipeline size; of the largest micro-batch S tokens, N targets. The counts of parameters are exact. The rest
+is what `learner/layers.py`, `attention.py`, `vocabulary.py` and Megatron's buffers allocate, read off their
+code; `benchmarks/plan_memory.py` compares it with what ranks really take.
+"""
+
+from dataclasses import dataclass
+
+from learner.config import LearnerConfig
+from learner.families import Family
+
+FLOAT32 = 4
+CHUNK_NUMBERS, KEPT_NUMBERS = 1 << 24, 1 << 27
+"""As in learner/vocabulary.py: logits computed at once, and kept for the backward pass."""
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """Where the ranks compute."""
+
+    gpu: bool
+    weight_bytes: int
+    """Of one weight: 2 in bfloat16."""
+    compute_bytes: int
+    """Of one activation; differs from a weight's on a CPU without bfloat16 instructions."""
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """The largest micro-batch: prompts and completions as long as the config allows.
+
+    Keys and values are gathered for attention, a prompt's once for itself and once for each completion behind
+    it, so that `keys` exceeds `tokens`; `mask` counts the entries that say which completion sees which.
+    """
+
+    tokens: int
+    keys: int
+    mask: int
+    targets: int
+
+
+def largest_micro_batch(max_length: int, max_tokens: int, group_size: int, budget: int) -> MicroBatch:
+    """Of groups whose completions have `max_tokens` behind prompts that fill up `max_length`.
+
+    Packing puts as many completions behind a prompt as the budget holds, at least one, and as many such
+    segments as fit; what is left over counts as an equal share of one.
+    """
+    prompt, completion = max_length - max_tokens, max_tokens
+    together = min(group_size, max(1, (budget - prompt) // completion))
+    length = prompt + together * completion
+    tokens = max(budget, length)
+    segments = tokens / length
+    # One completion is attended to in one causal call with its prompt: nothing is gathered twice.
+    keys = prompt + together * (prompt + completion) if together > 1 else length
+    mask = completion * (prompt + completion) if together > 1 else 0
+    return MicroBatch(
+        tokens, round(segments * keys), round(segments * mask), round(segments * together * completion)
+    )
+
+
+def layer_parameters(family: Family, tensor: int) -> int:
+    """Of one transformer layer on one tensor rank; norms are on every rank whole."""
+    queries, keys = family.heads * family.head_dim, family.kv_heads * family.head_dim
+    split = family.hidden * (queries + 2 * keys) + queries * family.hidden + 3 * family.hidden * family.ffn
+    if family.qkv_bias:
+        split += queries + 2 * keys
+    norms = 2 * family.hidden + (2 * family.head_dim if family.qk_norm else 0)
+    return split // tensor + norms
+
+
+def parameters(family: Family, tensor: int, pipeline: int, stage: int) -> int:
+    """Of one rank of a pipeline stage.
+
+    The first stage has the embedding, the last the final norm and the output layer; tied embeddings lie once
+    more on a last stage that is not the first.
+    """
+    table = family.padded_vocab(tensor) // tensor * family.hidden
+    count = layer_parameters(family, tensor) * (family.layers // pipeline)
+    if stage == 0:
+        count += table
+    if stage == pipeline - 1:
+        count += family.hidden
+        count += 0 if family.tied and pipeline == 1 else table
+    return count
+
+
+def whole_parameters(family: Family) -> int:
+    """Of the model as it is published: tied embeddings once."""
+    return parameters(family, 1, 1, 0)
+
+
+def optimizer_bytes(count: int, weight_bytes: int, data: int) -> float:
+    """Adam's state for `count` weights: two float32 moments, and float32 master weights beside narrower ones.
+
+    4 + 4 + 4 bytes a weight in mixed precision, as in ZeRO (arXiv 1910.02054, section 3.1), of which the
+    distributed optimizer keeps a share on each of `data` ranks; pass 1 without it.
+    """
+    master = FLOAT32 if weight_bytes < FLOAT32 else 0
+    return count * (2 * FLOAT32 + master) / data
+
+
+def gathered_optimizer_bytes(count: int, data: int, gpu: bool) -> tuple[float, float]:
+    """What saving the distributed optimizer's state takes for a moment: on the device, and on a GPU's host.
+
+    Megatron's `get_parameter_state_dp_zero`, as `learner/checkpoint.py` asks for it, collects one float32
+    state after the other from the data-parallel ranks, through the device: this rank's share, everybody's,
+    and, under NCCL, those once more in one piece. On the host all three states are kept, and their shares.
+    """
+    share, whole = FLOAT32 * count / data, float(FLOAT32 * count)
+    host = 3 * whole + 3 * share
+    return (share + 2 * whole, host) if gpu else (host + 2 * whole, 0.0)
+
+
+def layer_activations(family: Family, tensor: int, batch: MicroBatch, machine: Machine) -> int:
+    """Bytes that one layer keeps for its backward pass.
+
+    Korthikanti et al. 2022 (arXiv 2205.05198, equation 1) count s·b·h·(34 + 5·a·s/h) bytes for GPT's layer
+    under 16-bit activations. Ours differs: no dropout masks; RMSNorm keeps its input and the layer behind it
+    its output, 4·h in all, on every tensor rank; attention keeps no scores but rotated queries, its output
+    twice (once as the projection's input) and gathered keys and values; a gated MLP keeps 2·f before the gate
+    and f behind it. On a GPU, silu(gate) is kept too; on CPU it is computed again.
+    """
+    queries, keys = family.heads * family.head_dim // tensor, family.kv_heads * family.head_dim // tensor
+    ffn = family.ffn // tensor
+    per_token = 4 * family.hidden + 3 * queries + (4 if machine.gpu else 3) * ffn
+    if family.qk_norm:
+        # The norms' inputs: queries in a copy, keys within the whole projection.
+        per_token += 2 * queries + 2 * keys
+    numbers = batch.tokens * per_token + batch.keys * 2 * keys + batch.mask
+    log_sums = batch.tokens * (family.heads // tensor) * FLOAT32
+    return numbers * machine.compute_bytes + log_sums
+
+
+def layer_workspace(family: Family, tensor: int, batch: MicroBatch, machine: Machine) -> int:
+    """Gradients of activations at the widest place of a layer's backward pass: that of the gate."""
+    return batch.tokens * (2 * family.hidden + 4 * family.ffn // tensor) * machine.compute_bytes
+
+
+def output_bytes(family: Family, tensor: int, batch: MicroBatch, machine: Machine) -> tuple[int, int]:
+    """Of the output layer: what it keeps for the backward pass, and what either pass takes for a moment.
+
+    Kept are the inputs of the final norm and of the projection, and float32 logits of whole chunks up to
+    KEPT_NUMBERS. Forward a chunk's exponentials come beside it; backward the weight's gradient is built in
+    the type of the activations, and copied once when the logits are gone. Chunks beyond the bound are there
+    only while they are worked on.
+    """
+    rows = -(-family.vocab // tensor)
+    chunk_rows = max(1, CHUNK_NUMBERS // rows)
+    chunk = min(batch.targets, chunk_rows) * rows
+    kept_targets = min(batch.targets, KEPT_NUMBERS // (chunk_rows * rows) * chunk_rows)
+    logits = kept_targets * rows * FLOAT32
+    inputs = (batch.tokens + batch.targets) * family.hidden * machine.compute_bytes
+    gradient = rows * family.hidden * machine.compute_bytes
+    grad_inputs = batch.targets * family.hidden * machine.compute_bytes
+    passing = chunk * FLOAT32 if kept_targets < batch.targets else 0
+    # Slopes of another type than float32 are a copy; so are weights of another type than the activations.
+    narrowed = chunk * machine.compute_bytes if machine.compute_bytes < FLOAT32 else 0
+    widened = gradient if machine.compute_bytes != machine.weight_bytes else 0
+    forward = chunk * FLOAT32 + passing
+    backward = max(gradient + passing + narrowed, 2 * gradient - logits) + grad_inputs
+    return inputs + logits, widened + max(forward, backward)
+
+
+def kept_activations(
+    family: Family, learner: LearnerConfig, stage: int, batch: MicroBatch, machine: Machine
+) -> dict[str, int]:
+    """Bytes that the layers of a stage keep, for every micro-batch in flight.
+
+    Under Megatron's one-forward-one-backward schedule stage i of p has min(p - i, micro-batches) of them in
+    flight (Narayanan et al. 2021, arXiv 2104.04473, section 2.2); here as if there were at least p.
+    """
+    pipeline = learner.parallel.pipeline
+    layers, in_flight = family.layers // pipeline, pipeline - stage
+    hidden = batch.tokens * family.hidden * machine.compute_bytes
+    full = layer_activations(family, learner.parallel.tensor, batch, machine)
+    found = {"activations": layers * full * in_flight}
+    if learner.recompute:
+        found = {"inputs of layers": layers * hidden * in_flight}
+    if pipeline > 1:
+        found["outputs of the stage"] = hidden * in_flight
+    return found
+
+
+def stage_activations(
+    family: Family, learner: LearnerConfig, stage: int, batch: MicroBatch, machine: Machine
+) -> dict[str, int]:
+    """What one rank takes at the fullest moment of a forward and backward pass, by what it is for.
+
+    That is in the output layer, or, when the backward pass has left that, in the last of the stage's layers,
+    which recomputing fills with its activations again.
+    """
+    tensor = learner.parallel.tensor
+    layer = {"gradients of a layer": layer_workspace(family, tensor, batch, machine)}
+    if learner.recompute:
+        layer["a layer computed again"] = layer_activations(family, tensor, batch, machine)
+    output: dict[str, int] = {}
+    if stage == learner.parallel.pipeline - 1:
+        kept, moment = output_bytes(family, tensor, batch, machine)
+        output = {"logits and output layer": kept, "work on logits": moment}
+    fuller = max(output, layer, key=lambda part: sum(part.values()))
+    return kept_activations(family, learner, stage, batch, machine) | fuller

@@ -1,0 +1,156 @@
+import json
+from pathlib import Path
+
+import pytest
+
+from launch.experiment import WholeExperiment
+from launch.plan import GIB, Target, kv_bytes_per_token, plan, server_parameters
+from launch.plan_changes import changes
+from launch.plan_screen import as_json
+from learner import budget, families
+from rollout.config import EngineConfig
+
+HOME = Path(__file__).parents[3]
+PRESETS = {"policy-7b": 8, "policy-70b": 32, "policy-175b": 256}
+
+
+@pytest.fixture(autouse=True)
+def at_home(monkeypatch):
+    """The presets name their shapes relative to it."""
+    monkeypatch.chdir(HOME)
+
+
+def planned(name="policy-7b", *overrides, **target):
+    return plan(Path(f"configs/plan/{name}.yaml"), list(overrides), Target(**target))
+
+
+@pytest.mark.parametrize(("name", "devices"), PRESETS.items())
+def test_a_preset_fits_its_devices(name, devices):
+    made = planned(name, devices=devices, device_gib=80)
+    assert made.devices == devices
+    assert made.reasons() == []
+    assert changes(made) == []
+
+
+@pytest.mark.parametrize(
+    ("shape", "billions"), [("llama-2-7b", 6.738), ("llama-2-70b", 68.977), ("gpt-175b", 175.2)]
+)
+def test_shapes_have_the_published_numbers_of_parameters(shape, billions):
+    found = budget.whole_parameters(families.read(HOME / "configs/shapes" / shape))
+    assert found / 1e9 == pytest.approx(billions, abs=0.05)
+
+
+def test_every_byte_of_a_weight_is_counted_once():
+    """A 7B model on one rank: 2 + 4 + 12 bytes a weight, and of the optimizer's a half on each of two."""
+    count = budget.whole_parameters(families.read("configs/shapes/llama-2-7b"))
+    one, *_ = planned("policy-7b", "learner.processes=1", "learner.parallel.tensor=1").kinds
+    assert (one.held["weights"], one.held["gradients"], one.held["optimizer"]) == (
+        2 * count,
+        4 * count,
+        12 * count,
+    )
+    two, *_ = planned("policy-7b", "learner.processes=2", "learner.parallel.tensor=1").kinds
+    assert two.held["optimizer"] == 6 * count
+    apart, *_ = planned(
+        "policy-7b", "learner.parallel.distributed_optimizer=false", "learner.parallel.tensor=1"
+    ).kinds
+    assert apart.held["optimizer"] == 12 * count
+
+
+def test_a_reference_model_is_held_beside_the_policy():
+    plain, *_ = planned().kinds
+    (beside, *_) = planned("policy-7b", "learner.algorithm.kl.coefficient=0.1").kinds
+    assert beside.total - plain.total == beside.held["reference model"] == plain.held["weights"]
+
+
+def test_recompute_and_smaller_micro_batches_take_less():
+    found = []
+    for recompute, tokens in (("false", 8192), ("true", 8192), ("true", 4096)):
+        settings = (f"learner.recompute={recompute}", f"learner.tokens_per_microbatch={tokens}")
+        found.append(sum(planned("policy-7b", *settings).kinds[0].moments["training"].values()))
+    assert found == sorted(set(found), reverse=True)
+
+
+def test_only_the_fullest_moment_counts():
+    (kind, *_) = planned().kinds
+    assert set(kind.moments) == {"training", "publishing", "checkpoint"}
+    assert kind.peak == "checkpoint"
+    assert kind.total == sum(kind.held.values()) + sum(kind.moments["checkpoint"].values())
+    (whole, *_) = planned("policy-7b", "learner.parallel.distributed_optimizer=false").kinds
+    assert whole.peak == "training"
+
+
+def test_all_ranks_are_counted_whatever_the_pipeline():
+    for pipeline in (1, 2, 4, 8):
+        made = planned("policy-175b", f"learner.parallel.pipeline={pipeline}")
+        ranks = sum(kind.ranks for kind in made.kinds if kind.name.startswith("learner"))
+        assert ranks == 192, pipeline
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("learner.recompute=false", "learner.tokens_per_microbatch=65536"),
+        ("learner.parallel.tensor=1", "learner.parallel.distributed_optimizer=false"),
+        ("learner.processes=1", "learner.parallel.tensor=1"),
+        ("rollout.engine.gpu_memory_utilization=0.15",),
+        ("rollout.servers=9",),
+    ],
+)
+def test_what_is_proposed_fits(overrides):
+    made = planned("policy-7b", *overrides, devices=12, device_gib=80)
+    assert made.reasons()
+    proposed = changes(made)
+    settings = [word for line in proposed for word in line.replace(",", "").split() if "=" in word]
+    assert settings, proposed
+    changed = planned("policy-7b", *overrides, *(s.rstrip(";") for s in settings), devices=12, device_gib=80)
+    assert changed.reasons() == []
+
+
+def test_a_model_that_no_layout_saves_is_told_so():
+    made = planned("policy-70b", device_gib=1)
+    assert changes(made)[0] == (
+        "learner: no layout tried fits; take devices of more memory or a smaller model"
+    )
+
+
+def test_a_machine_of_cpus_holds_all_ranks_together():
+    overrides = ("model.dtype=float32", "learner.processes=2", "rollout.engine.kv_cache_gib=4")
+    made = planned("policy-7b", *overrides, gpu=False, device_gib=10)
+    total = sum(kind.total * kind.ranks for kind in made.kinds) / GIB
+    assert f"all ranks take {total:.1f} GiB of the machine's 10" in made.reasons()
+    assert planned("policy-7b", *overrides, gpu=False, device_gib=total + 1).reasons() == []
+    starved = planned("policy-7b", *overrides[:2], gpu=False, device_gib=total + 1)
+    assert changes(starved)[0].startswith("rollout server: set rollout.engine.kv_cache_gib=2.0;")
+
+
+def test_a_server_keeps_whole_key_value_heads():
+    family = families.read("configs/shapes/llama-2-70b")
+    assert kv_bytes_per_token(family, EngineConfig(tensor_parallel=4), 2) == 2 * 80 * 2 * 128 * 2
+    assert kv_bytes_per_token(family, EngineConfig(tensor_parallel=16), 2) == 2 * 80 * 1 * 128 * 2
+    assert server_parameters(family, EngineConfig()) == budget.whole_parameters(family)
+
+
+def test_publish_seconds_are_the_models_bits_over_the_links():
+    made = planned()
+    assert made.publish_seconds()[100] == pytest.approx(6.738e9 * 16 / 100e9, rel=1e-3)
+
+
+def test_json_says_what_the_table_says():
+    made = planned(devices=6)
+    told = json.loads(as_json(made))
+    assert told["fits"] is False
+    assert told["reasons"] == ["8 devices are needed, 6 are there"]
+    assert told["changes"] == ["devices: set rollout.servers=2, or take 8 devices"]
+    assert [rank["total_bytes"] for rank in told["ranks"]] == [kind.total for kind in made.kinds]
+
+
+def test_a_layout_that_does_not_divide_the_model_is_one_line():
+    with pytest.raises(ValueError, match="pipeline=3 does not divide the 32 layers"):
+        planned("policy-7b", "learner.processes=6", "learner.parallel.pipeline=3")
+
+
+def test_the_plan_needs_the_models_shape_and_nothing_else(tmp_path):
+    with pytest.raises(ValueError, match="expected a Hugging Face folder"):
+        planned("policy-7b", f"model.path={tmp_path}")
+    assert isinstance(planned().experiment, WholeExperiment)

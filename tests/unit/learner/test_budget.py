@@ -1,0 +1,173 @@
+"""The plan's arithmetic against Megatron's models of every layout, our packing, and what autograd keeps."""
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
+
+from buffer.records import Group, Trajectory
+from learner import budget, families, parallel
+from learner.attention import pack_segments
+from learner.budget import Machine
+from learner.config import LearnerConfig, ParallelConfig
+from learner.model import PolicyModel, build_model
+from learner.packing import pack
+
+SIZES = {
+    "vocab_size": 131,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 128,
+}
+CONFIGS = {
+    "llama": LlamaConfig(**SIZES),
+    "llama-tied": LlamaConfig(**SIZES, tie_word_embeddings=True),
+    "qwen2": Qwen2Config(**SIZES),
+    "qwen3-tied": Qwen3Config(**SIZES, head_dim=8, tie_word_embeddings=True),
+}
+CPU = Machine(gpu=False, weight_bytes=4, compute_bytes=4)
+
+
+def family_of(name):
+    config = CONFIGS[name]
+    architecture = {"l": "LlamaForCausalLM", "q": f"Qwen{name[4]}ForCausalLM"}[name[0]]
+    return families.from_config(config.to_dict() | {"architectures": [architecture]}, name)
+
+
+@pytest.mark.parametrize("layout", [(1, 1), (2, 1), (4, 1), (1, 2), (2, 2), (2, 4)], ids=str)
+def test_parameters_are_those_of_megatrons_model_on_every_rank(layout, monkeypatch):
+    """Real models; only the group is torch's fake one, so that one process is each rank in turn."""
+    tensor, pipeline = layout
+    new_group = dist.new_group
+    # Megatron asks for gloo groups beside the default ones: those would look for the other processes.
+    monkeypatch.setattr(dist, "new_group", lambda ranks=None, **_: new_group(ranks, backend="fake"))
+    monkeypatch.setenv("WORLD_SIZE", str(tensor * pipeline))
+    for rank in range(tensor * pipeline):
+        dist.init_process_group("fake", rank=rank, world_size=tensor * pipeline, store=FakeStore())
+        try:
+            config = ParallelConfig(tensor=tensor, pipeline=pipeline)
+            parallel.initialize(config)
+            for name in CONFIGS:
+                family = family_of(name)
+                model = PolicyModel(family, family.transformer_config(config, torch.float32, False))
+                expected = sum(parameter.numel() for parameter in model.parameters())
+                assert budget.parameters(family, tensor, pipeline, parallel.pp_rank()) == expected, name
+        finally:
+            parallel.shutdown()
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_the_published_model_has_as_many_parameters_as_hugging_faces(name):
+    expected = AutoModelForCausalLM.from_config(CONFIGS[name]).num_parameters()
+    assert budget.whole_parameters(family_of(name)) == expected
+
+
+def full_group(prompt, completion, size):
+    """Completions of equal length, none of advantage 0."""
+    length = prompt + completion
+    rows = [
+        Trajectory(
+            index=i,
+            token_ids=np.arange(length, dtype=np.int32) % 131,
+            loss_mask=(np.arange(length) >= prompt).astype(np.uint8),
+            behavior_logprobs=np.zeros(length, np.float32),
+            versions=np.zeros(length, np.int32),
+            reward=1.0,
+            reward_parts={},
+            finish_reason="stop",
+        )
+        for i in range(size)
+    ]
+    return Group("g", "l", "0/0", "train", tuple(rows))
+
+
+def micro_batches(prompt, completion, size, tokens):
+    return pack([full_group(prompt, completion, size)], [np.ones(size)], tokens)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "completion", "size", "tokens"),
+    [(40, 24, 4, 136), (40, 24, 4, 112), (40, 24, 4, 64), (40, 88, 4, 64), (8, 56, 6, 344)],
+)
+def test_the_largest_micro_batch_is_what_packing_makes(prompt, completion, size, tokens):
+    found = budget.largest_micro_batch(prompt + completion, completion, size, tokens)
+    largest = max(micro_batches(prompt, completion, size, tokens), key=lambda m: m.num_tokens)
+    family = family_of("llama")
+    packed = pack_segments(largest.segments, largest.position_ids, family.rope, 6, torch.float32)
+    masks = sum(block.mask.numel() for block in packed.blocks if block.mask is not None)
+    assert (found.tokens, found.targets) == (largest.num_tokens, len(largest.target_ids))
+    assert (found.keys, found.mask) == (packed.key_index.numel(), masks)
+
+
+def test_segments_are_repeated_up_to_the_budget():
+    one = budget.largest_micro_batch(64, 24, 4, 136)
+    three = budget.largest_micro_batch(64, 24, 4, 408)
+    assert (three.tokens, three.keys, three.mask, three.targets) == (
+        3 * one.tokens,
+        3 * one.keys,
+        3 * one.mask,
+        3 * one.targets,
+    )
+
+
+@pytest.fixture(scope="module")
+def one_process():
+    parallel.initialize(ParallelConfig())
+    yield
+    parallel.shutdown()
+
+
+def kept_bytes(model, batch):
+    """Of every storage that the forward pass leaves for the backward pass, but parameters."""
+    owned = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    kept = {}
+
+    def remember(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in owned:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(remember, lambda tensor: tensor):
+        logprobs, _ = model(batch)
+    return sum(kept.values()) + sum(logits.nbytes for logits in logprobs.grad_fn.kept.values())
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize(("prompt", "tokens"), [(40, 424), (400, 496)], ids=["together", "alone"])
+def test_activations_are_what_autograd_keeps(one_process, tmp_path, name, recompute, prompt, tokens):
+    completion, size = 96, 4
+    AutoModelForCausalLM.from_config(CONFIGS[name]).save_pretrained(tmp_path)
+    model = build_model(tmp_path, ParallelConfig(), torch.float32, recompute)
+    (batch, *_) = micro_batches(prompt, completion, size, tokens)
+    largest = budget.largest_micro_batch(prompt + completion, completion, size, tokens)
+    family = family_of(name)
+    layers = budget.kept_activations(family, LearnerConfig(recompute=recompute), 0, largest, CPU)
+    output, _ = budget.output_bytes(family, 1, largest, CPU)
+    assert kept_bytes(model, batch) == pytest.approx(sum(layers.values()) + output, rel=0.06)
+
+
+def test_the_fuller_of_the_output_layer_and_the_last_layer_counts():
+    family, learner = family_of("llama"), LearnerConfig(recompute=True)
+    inputs = budget.kept_activations(family, learner, 0, largest := budget.MicroBatch(512, 600, 0, 8), CPU)
+    layer = budget.layer_activations(family, 1, largest, CPU) + budget.layer_workspace(
+        family, 1, largest, CPU
+    )
+    few_targets = sum(budget.stage_activations(family, learner, 0, largest, CPU).values())
+    assert few_targets == sum(inputs.values()) + layer
+    many = budget.MicroBatch(512, 600, 0, 100_000)
+    kept, moment = budget.output_bytes(family, 1, many, CPU)
+    found = sum(budget.stage_activations(family, learner, 0, many, CPU).values())
+    assert found == sum(inputs.values()) + kept + moment
+
+
+def test_optimizer_state_is_twelve_bytes_a_weight_in_mixed_precision():
+    assert budget.optimizer_bytes(100, 2, 1) == 1200
+    assert budget.optimizer_bytes(100, 2, 4) == 300
+    assert budget.optimizer_bytes(100, 4, 1) == 800
