@@ -29,12 +29,12 @@ from record import write_result
 from buffer.client import BufferClient
 from buffer.experiment import load
 from buffer.processor import native_dtype
+from buffer.rendering import Renderer
 from rollout.config import RolloutExperiment
 from rollout.engine import Request
 from rollout.groups import GroupRunner
 from rollout.loop import RolloutLoop
 from rollout.metrics import Meters
-from rollout.rendering import Renderer
 from rollout.reward_pool import RewardPool
 from rollout.service import load_tokenizer, sampling_plans
 from rollout.tasks import addition

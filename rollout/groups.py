@@ -9,9 +9,9 @@ from typing import Any, Protocol
 import numpy as np
 
 from buffer.records import Group, Lease, Trajectory
+from buffer.rendering import Renderer
 from rollout.engine import Completion, CompletionFailed, Engine, Request
 from rollout.metrics import Meters
-from rollout.rendering import Renderer
 from rollout.reward_pool import Score
 
 MAX_TEXT = 4000

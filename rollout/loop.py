@@ -9,10 +9,10 @@ from typing import Protocol
 from buffer.client import RolloutBuffer
 from buffer.errors import BadMessage, RunFinished
 from buffer.records import Lease
+from buffer.rendering import PromptRefused
 from rollout.engine import CompletionFailed
 from rollout.groups import GroupRunner
 from rollout.metrics import Meters
-from rollout.rendering import PromptRefused
 
 logger = logging.getLogger(__name__)
 

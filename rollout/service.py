@@ -14,12 +14,12 @@ import uvloop
 from buffer.client import BufferClient
 from buffer.errors import Refusal
 from buffer.experiment import ConfigError
+from buffer.rendering import Renderer
 from rollout.config import RolloutExperiment
 from rollout.engine import Engine, EngineFailed
 from rollout.groups import GroupRunner, SamplingPlan
 from rollout.loop import RolloutLoop
 from rollout.metrics import MeteredSink, Meters
-from rollout.rendering import Renderer
 from rollout.reward_pool import RewardPool
 from sync.errors import SyncError
 from sync.receiver import Receiver

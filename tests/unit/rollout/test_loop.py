@@ -10,11 +10,11 @@ import pytest
 
 from buffer.config import BufferConfig
 from buffer.memory import MemoryBuffer
+from buffer.rendering import PromptRefused
 from rollout.engine import CompletionFailed, EngineFailed
 from rollout.groups import GroupRunner, SamplingPlan
 from rollout.loop import RolloutLoop
 from rollout.metrics import Meters
-from rollout.rendering import PromptRefused
 from rollout.reward_pool import Score
 from rollout.scripted import ScriptedEngine, plain_completion
 

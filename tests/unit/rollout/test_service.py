@@ -5,11 +5,11 @@ import socket
 import pytest
 
 from buffer.experiment import ConfigError
+from buffer.rendering import Renderer
 from rollout import service
 from rollout.config import RolloutExperiment
 from rollout.engine import EngineFailed
 from rollout.groups import SamplingPlan
-from rollout.rendering import Renderer
 from rollout.reward_pool import RewardPool
 from rollout.scripted import ScriptedEngine, plain_completion
 

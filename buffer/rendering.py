@@ -1,4 +1,4 @@
-"""From a row of the data to the token ids the engine is given."""
+"""From a row's prompt to the token ids that an engine samples from and a learner trains behind."""
 
 from typing import Any
 
@@ -40,15 +40,24 @@ class Renderer:
         Raises:
             PromptRefused: `too_long` when they leave less, `bad_row` when there is nothing to render.
         """
-        ids = self._encode(row.get("prompt"))
-        if not ids:
-            raise PromptRefused("bad_row", "an empty prompt")
+        ids = self.encode(row.get("prompt"))
         if len(ids) + max_tokens > self._max_length:
             lengths = f"{len(ids)} prompt tokens and {max_tokens} new ones"
             raise PromptRefused("too_long", f"{lengths} do not fit model.max_length={self._max_length}")
         return ids
 
-    def _encode(self, prompt: Any) -> list[int]:
+    def encode(self, prompt: Any) -> list[int]:
+        """The prompt's token ids, whatever their number.
+
+        Raises:
+            PromptRefused: `bad_row` when there is nothing to render.
+        """
+        ids = self._rendered(prompt)
+        if not ids:
+            raise PromptRefused("bad_row", "an empty prompt")
+        return ids
+
+    def _rendered(self, prompt: Any) -> list[int]:
         if isinstance(prompt, str) and self._tokenizer.chat_template is None:
             text = f"{self._system_prompt}\n{prompt}" if self._system_prompt else prompt
             return list(self._tokenizer.encode(text))

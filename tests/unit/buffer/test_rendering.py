@@ -2,7 +2,7 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from rollout.rendering import PromptRefused, Renderer
+from buffer.rendering import PromptRefused, Renderer
 
 WORDS = ["<unk>", "<s>", "user", "system", "assistant", ":", "hello", "world", "be", "kind"]
 TEMPLATE = (
