@@ -20,7 +20,7 @@ from learner.families import Rope
 
 
 class SegmentLike(Protocol):
-    """What attention needs of `learner.packing.Segment`."""
+    """What attention needs of `learner.layout.Segment`."""
 
     @property
     def start(self) -> int: ...

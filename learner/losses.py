@@ -18,9 +18,9 @@ from learner.packing import MicroBatch
 Metrics = dict[str, Tensor]
 METRICS = (
     "rho", "rho_squares", "behavior_k1", "behavior_k3", "entropy", "clipped", "masked", "vetoed",
-    "reference_kl", "tokens", "loss",
+    "reference_kl", "tokens", "loss", "rho_max",
 )  # fmt: skip
-"""The metrics that add up; `rho_max` is the one of which the largest counts."""
+"""They add up, but for `rho_max`, of which the largest counts."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,23 +6,22 @@ model copy (tensor and pipeline) hold the same shard and so make the same micro-
 
 import hashlib
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from buffer.records import Batch, Group
-from learner import collectives, parallel
+from learner import collectives
 from learner.advantages import Moments, advantages, moments
 from learner.config import LearnerExperiment
 from learner.losses import METRICS, Denominators, Metrics, objective
 from learner.metrics import StepReport
 from learner.optimizer import Trainable, apply_gradients, learning_rate, set_rates
-from learner.packing import MicroBatch, pack, pad
+from learner.packing import MicroBatch, empty, pack
+from learner.passes import equal_counts, reduce_sums, run_schedule, target_logprobs
 
 
 @dataclass(slots=True)
@@ -91,13 +90,8 @@ class Updater:
             only_moving = not (learner.algorithm.kl.coefficient or learner.algorithm.entropy)
             budget = learner.tokens_per_microbatch
             micro_batches = pack(groups, [values[i] for i in mine], budget, only_moving)
-            parts.append(_Part(self._equal_counts(micro_batches), self._denominators(groups)))
+            parts.append(_Part(equal_counts(micro_batches, empty()), self._denominators(groups)))
         return parts
-
-    def _equal_counts(self, micro_batches: list[MicroBatch]) -> list[MicroBatch]:
-        """Pad to the most that any rank has, and at least one: Megatron's collectives pair them up."""
-        (most,) = collectives.max_over_data([max(1, len(micro_batches))])
-        return [m.to(parallel.device()) for m in pad(micro_batches, int(most))]
 
     def _denominators(self, groups: list[Group]) -> Denominators:
         """Of all trained tokens, also those whose loss is zero without being computed."""
@@ -111,55 +105,20 @@ class Updater:
         Only the last pipeline stage has them, and only it needs them.
         """
         for part in parts:
-            found = self._run(model, part.micro_batches, self._keep_logprobs, forward_only=True)
+            found = target_logprobs(model, part.micro_batches, self._temperature)
             if found:
                 pairs = zip(part.micro_batches, found, strict=True)
                 part.micro_batches = [replace(m, **{name: logprobs}) for m, logprobs in pairs]
 
     def _forward_backward(self, part: _Part) -> dict[str, float]:
+        def measure(batch: MicroBatch, output: tuple[Tensor, Tensor]) -> tuple[Tensor, Metrics]:
+            return objective(*output, batch, self._experiment.learner.algorithm, part.total)
+
         self._trainable.model.zero_grad_buffer()
         self._trainable.optimizer.zero_grad()
-        measure = partial(self._measure, total=part.total)
-        found = self._run(self._trainable.model, part.micro_batches, measure, forward_only=False)
-        return _reduce(found)
-
-    def _run(
-        self, model: Any, micro_batches: list[MicroBatch], measure: Any, forward_only: bool
-    ) -> list[Any]:
-        """Drive Megatron's schedule; what `measure` returned last for each micro-batch, on the last stage."""
-        from megatron.core.pipeline_parallel import get_forward_backward_func
-
-        def forward_step(batches: Iterator[MicroBatch], model: Any) -> tuple[Any, Any]:
-            batch = next(batches)
-            return model(batch, self._temperature), partial(measure, batch)
-
-        model.train(not forward_only)
-        return get_forward_backward_func()(
-            forward_step_func=forward_step,
-            data_iterator=iter(micro_batches),
-            model=[model],
-            num_microbatches=len(micro_batches),
-            seq_length=max(m.num_tokens for m in micro_batches),
-            micro_batch_size=1,
-            forward_only=forward_only,
-        )
-
-    def _measure(
-        self, batch: MicroBatch, output: tuple[Tensor, Tensor], total: Denominators
-    ) -> tuple[Tensor, Tensor, Metrics]:
-        logprobs, entropy = output
-        loss, metrics = objective(logprobs, entropy, batch, self._experiment.learner.algorithm, total)
-        return loss, _no_tokens(), metrics
-
-    @staticmethod
-    def _keep_logprobs(batch: MicroBatch, output: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        logprobs = output[0].detach()
-        return logprobs.sum(), _no_tokens(), logprobs
-
-
-def _no_tokens() -> Tensor:
-    """The count Megatron would divide gradients by in its per-token mode; ours are divided already."""
-    return torch.zeros((), dtype=torch.int32, device=parallel.device())
+        model, temperature = self._trainable.model, self._temperature
+        found = run_schedule(model, part.micro_batches, measure, False, temperature)
+        return reduce_sums(found, METRICS)
 
 
 def update_of_groups(digests: Iterable[bytes], updates: int) -> dict[bytes, int]:
@@ -173,13 +132,3 @@ def update_of_groups(digests: Iterable[bytes], updates: int) -> dict[bytes, int]
 
 def _digest(group: Group) -> bytes:
     return hashlib.blake2b(group.group_id.encode(), digest_size=collectives.DIGEST_BYTES).digest()
-
-
-def _reduce(found: list[Metrics]) -> dict[str, float]:
-    """Metrics of this rank's micro-batches into those of the global batch, on every rank."""
-    sums = [float(sum(m[name] for m in found)) for name in METRICS]
-    highest = max((float(m["rho_max"]) for m in found), default=0.0)
-    sums = collectives.from_last_stage(
-        [*collectives.sum_over_data(sums), *collectives.max_over_data([highest])]
-    )
-    return dict(zip([*METRICS, "rho_max"], sums, strict=True))

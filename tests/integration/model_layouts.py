@@ -22,8 +22,8 @@ from safetensors.torch import load_file, save_file
 
 from learner import convert, parallel
 from learner.config import ParallelConfig
+from learner.layout import Segment
 from learner.model import build_model
-from learner.packing import Segment
 
 
 def micro_batches(path):

@@ -7,8 +7,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2
 
 from learner import parallel
 from learner.config import ParallelConfig
+from learner.layout import Segment
 from learner.model import build_model
-from learner.packing import Segment
 from learner.slots import slots
 
 SMOLLM = Path(".cache/models/SmolLM2-135M-Instruct")

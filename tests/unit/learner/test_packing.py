@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from buffer.records import Group, Trajectory
-from learner.packing import MicroBatch, empty, pack, pad
+from learner.packing import MicroBatch, empty, pack
 
 
 def trajectory(prompt, completion, mask=None, index=0, version=3):
@@ -176,9 +176,7 @@ def test_arrays_of_unequal_length_are_refused_by_name():
         pack([group(bad)], [np.zeros(1)], 64)
 
 
-def test_padding_carries_no_weight():
-    batches = pad([], 2)
-    assert len(batches) == 2
+def test_an_empty_micro_batch_carries_no_weight():
     assert float(empty().weights.sum()) == 0
     assert len(empty().target_ids) == 1
 
