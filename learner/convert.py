@@ -6,6 +6,7 @@ holds more than its own shard and one whole tensor.
 """
 
 from collections.abc import Generator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from learner import parallel
+from learner import families, parallel
 from learner.safetensors_folder import WholeTensors, write_folder
 from learner.slots import Slot, slots
 from sync.manifest import TensorSpec
@@ -32,6 +33,9 @@ def load(model: "PolicyModel", folder: WholeTensors) -> None:
     parameters = dict(model.named_parameters())
     for slot in slots(model.family, parallel.tp_size(), parallel.pp_size()):
         if slot.stage != parallel.pp_rank():
+            continue
+        if slot.parameter == "score.weight" and not model.family.has_score:
+            parameters.pop(slot.parameter)  # new, as the model made it
             continue
         for spec in slot.whole:
             folder.check(spec.name, spec.shape)
@@ -106,4 +110,5 @@ def save_hf(model: "PolicyModel", source: str | Path, target: str | Path) -> Non
         for _ in tensors:
             pass
         return
-    write_folder(Path(target), Path(source), export_specs(model), tensors)
+    amend = partial(families.score_config, model.family) if model.family.head == "score" else None
+    write_folder(Path(target), Path(source), export_specs(model), tensors, amend)

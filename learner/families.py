@@ -8,7 +8,7 @@ import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from learner.config import ParallelConfig
 
@@ -22,6 +22,9 @@ ARCHITECTURES = {
     "Qwen3ForCausalLM": (False, True),
 }
 """Architecture → (bias on q, k and v; RMSNorm on each head of q and k)."""
+
+Head = Literal["vocabulary", "score"]
+"""What reads the last hidden state: the output layer over the vocabulary, or one row that gives a number."""
 
 REQUIRED = (
     "hidden_size",
@@ -76,6 +79,9 @@ class Family:
     """The output layer is the embedding."""
     qkv_bias: bool
     qk_norm: bool
+    head: Head = "vocabulary"
+    has_score: bool = False
+    """Whether the folder holds a score head; otherwise it is made anew."""
 
     def padded_vocab(self, tensor: int) -> int:
         """Rows of the embedding after padding to a multiple of the tensor-parallel size."""
@@ -157,8 +163,13 @@ class Family:
         )
 
 
-def read(path: str | Path) -> Family:
+def read(path: str | Path, head: Head = "vocabulary") -> Family:
     """Read the family of a Hugging Face folder.
+
+    Args:
+        path: The folder.
+        head: What the model is wanted for. A score head goes on a language model's folder too; a score
+            model's folder has no vocabulary head to offer.
 
     Raises:
         ValueError: No config.json, an architecture or a feature that is not supported.
@@ -172,16 +183,19 @@ def read(path: str | Path) -> Family:
         raise ValueError(f"{file} is not JSON: {error}") from error
     if not isinstance(config, dict):
         raise ValueError(f"{file}: expected a Hugging Face config")
-    return from_config(config, str(file))
+    return from_config(config, str(file), head)
 
 
-def from_config(config: dict[str, Any], where: str) -> Family:
+def from_config(config: dict[str, Any], where: str, head: Head = "vocabulary") -> Family:
     """The family that a parsed config.json describes; `where` names it in errors."""
-    (architecture, *_) = config.get("architectures") or ["none"]
+    (named, *_) = config.get("architectures") or ["none"]
+    architecture = named.replace("ForSequenceClassification", "ForCausalLM") if head == "score" else named
     if architecture not in ARCHITECTURES:
-        raise ValueError(
-            f"{where}: architecture {architecture} is not supported; one of {', '.join(ARCHITECTURES)}"
-        )
+        raise ValueError(f"{where}: architecture {named} is not supported; one of {', '.join(ARCHITECTURES)}")
+    has_score = named != architecture
+    labels = config.get("num_labels", len(config.get("id2label", "--")))
+    if has_score and labels != 1:
+        raise ValueError(f"{where}: {named} with {labels} labels; a reward model has num_labels 1")
     missing = [key for key in REQUIRED if key not in config]
     if missing:
         raise ValueError(f"{where}: {', '.join(missing)} not found; expected a Hugging Face config")
@@ -200,10 +214,27 @@ def from_config(config: dict[str, Any], where: str) -> Family:
         max_positions=config["max_position_embeddings"],
         norm_eps=config["rms_norm_eps"],
         rope=_rope(config, where),
-        tied=bool(config.get("tie_word_embeddings", False)),
+        tied=head == "vocabulary" and bool(config.get("tie_word_embeddings", False)),
         qkv_bias=qkv_bias,
         qk_norm=qk_norm,
+        head=head,
+        has_score=has_score,
     )
+
+
+def score_config(family: Family, config: dict[str, Any]) -> dict[str, Any]:
+    """The config of a language model's folder, made that of a model with one score, for Hugging Face and
+    vLLM."""
+    ends = config.get("eos_token_id")
+    padding = config.get("pad_token_id")
+    return config | {
+        "architectures": [family.architecture.replace("ForCausalLM", "ForSequenceClassification")],
+        "id2label": {"0": "LABEL_0"},
+        "label2id": {"LABEL_0": 0},
+        # Hugging Face scores the last token that is not padding: were the end mark padding too, it would
+        # score the token before it.
+        "pad_token_id": None if padding in (ends if isinstance(ends, list) else [ends]) else padding,
+    }
 
 
 def _refuse_unsupported(config: dict[str, Any], where: str) -> None:

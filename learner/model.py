@@ -1,7 +1,8 @@
 """The policy: Megatron's GPTModel over packed segments, whose output is logprobs of the trained tokens.
 
-`build_model` makes it from a Hugging Face folder; a second call makes another, such as a frozen reference.
-Shapes: S tokens of the micro-batch, N targets, h hidden size.
+Or a reward model: the same with one row in the place of the output layer, whose output is scores.
+`build_model` makes either from a Hugging Face folder; a second call makes another, such as a frozen
+reference. Shapes: S tokens of the micro-batch, N targets, h hidden size.
 """
 
 from collections.abc import Sequence
@@ -16,15 +17,18 @@ from torch import Tensor
 from learner import convert, families, parallel
 from learner.attention import SegmentLike, pack_segments
 from learner.config import ParallelConfig
-from learner.families import Family
+from learner.families import Family, Head
 from learner.layers import block_spec, compute_dtype
 from learner.megatron_folder import MegatronFolder
 from learner.safetensors_folder import SafetensorsFolder
 from learner.vocabulary import VocabShard, target_logprobs
 
+SCORE_STD = 0.02
+"""Of a new score row, as Hugging Face's default `initializer_range`."""
+
 
 class Packed(Protocol):
-    """What the model needs of `learner.packing.MicroBatch`."""
+    """What the model needs of `learner.layout.Layout`."""
 
     @property
     def token_ids(self) -> Tensor: ...
@@ -44,13 +48,14 @@ class PolicyModel(GPTModel):
     def __init__(self, family: Family, config: TransformerConfig) -> None:
         self.family = family
         self.compute_dtype = compute_dtype(config.params_dtype)
+        self.is_last_stage = parallel.is_last_stage()
         super().__init__(
             config,
             block_spec(family.layers // parallel.pp_size(), family.qk_norm),  # pyright: ignore[reportArgumentType]
             vocab_size=family.padded_vocab(parallel.tp_size()),
             max_sequence_length=family.max_positions,
             pre_process=parallel.is_first_stage(),
-            post_process=parallel.is_last_stage(),
+            post_process=self.is_last_stage,
             share_embeddings_and_output_weights=family.tied,
             # The core attention rotates by explicit position: positions restart behind a shared prompt.
             position_embedding_type="none",
@@ -76,11 +81,14 @@ class PolicyModel(GPTModel):
             batch.segments, batch.position_ids, family.rope, family.head_dim, self.compute_dtype
         )
         hidden = self.decoder(hidden_states=hidden, attention_mask=None, packed_seq_params=packed)
-        if not self.post_process:
+        if not self.is_last_stage:
             return hidden
-        predicting = hidden[:, 0].index_select(0, batch.target_positions)
+        return self._read(hidden[:, 0].index_select(0, batch.target_positions), batch, temperature)
+
+    def _read(self, hidden: Tensor, batch: Packed, temperature: float) -> tuple[Tensor, Tensor]:
+        """From the hidden states [N, h] that the output layer reads."""
         return target_logprobs(
-            predicting, self.output_weight(), batch.target_ids, self._vocab_shard(), temperature
+            hidden, self.output_weight(), batch.target_ids, self._vocab_shard(), temperature
         )
 
     def output_weight(self) -> Tensor:
@@ -97,14 +105,40 @@ class PolicyModel(GPTModel):
         return VocabShard(start, real, parallel.tensor_parallel_group() if size > 1 else None)
 
 
+class ScoreModel(PolicyModel):
+    """This process's stage and shard of a reward model: Hugging Face's `…ForSequenceClassification`.
+
+    `forward` gives, on the last stage, the score at each target position, float32 [N].
+    """
+
+    def __init__(self, family: Family, config: TransformerConfig) -> None:
+        super().__init__(family, config)
+        if not self.is_last_stage:
+            return
+        # Megatron knows language models only: it is told that there is no output layer on this stage.
+        del self.output_layer
+        self.post_process = False
+        fields = {"dtype": config.params_dtype, "device": parallel.device()}
+        self.score = torch.nn.Linear(family.hidden, 1, bias=False, **fields)
+        # The run's seed is every rank's initial seed: all tensor ranks make the same row.
+        generator = torch.Generator().manual_seed(torch.initial_seed())
+        row = torch.randn(1, family.hidden, generator=generator) * SCORE_STD
+        with torch.no_grad():
+            self.score.weight.copy_(row)
+
+    def _read(self, hidden: Tensor, batch: Packed, temperature: float) -> Tensor:  # pyright: ignore
+        return hidden.float().matmul(self.score.weight[0].float())
+
+
 def build_model(
     hf_path: str | Path,
     layout: ParallelConfig,
     dtype: torch.dtype,
     recompute: bool = False,
     checkpoint: str | Path | None = None,
+    head: Head = "vocabulary",
 ) -> PolicyModel:
-    """Make the policy, each process reading its own shard. Collective.
+    """Make a model, each process reading its own shard. Collective.
 
     Args:
         hf_path: Hugging Face folder: config.json, and safetensors unless there is a checkpoint.
@@ -112,15 +146,16 @@ def build_model(
         dtype: Of the parameters.
         recompute: Compute activations again in the backward pass instead of keeping them.
         checkpoint: A Megatron checkpoint, of whatever layout, that has the weights in their place.
+        head: `score` makes a ScoreModel; its row comes with the weights, or is new where they have none.
 
     Raises:
         ValueError: The architecture is not supported, the layout does not divide it, or weights do not fit.
     """
-    family = families.read(hf_path)
+    family = families.read(hf_path, head)
     family.check_layout(layout)
     config = family.transformer_config(layout, dtype, recompute)
     config.pipeline_dtype = compute_dtype(dtype)
-    model = PolicyModel(family, config)
+    model = (ScoreModel if head == "score" else PolicyModel)(family, config)
     convert.load(
         model, MegatronFolder(Path(checkpoint), family) if checkpoint else SafetensorsFolder(hf_path)
     )

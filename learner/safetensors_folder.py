@@ -3,7 +3,7 @@
 import json
 import os
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -102,13 +102,18 @@ def _homes(path: Path) -> dict[str, str]:
 
 
 def write_folder(
-    target: Path, source: Path, specs: list[TensorSpec], tensors: Iterator[tuple[str, Tensor]]
+    target: Path,
+    source: Path,
+    specs: list[TensorSpec],
+    tensors: Iterator[tuple[str, Tensor]],
+    amend: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
 ) -> None:
     """Write a Hugging Face folder; `target` appears whole or not at all, and is replaced if it exists.
 
     Args:
         source: Folder whose config and tokenizer files are taken over.
         specs: What `tensors` will yield, in this order, all of one dtype; each is written as it comes.
+        amend: From the source's config to the one that is written, where the model has another head.
     """
     partial = target.with_name(target.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
@@ -127,7 +132,7 @@ def write_folder(
         total = sum(spec.size_bytes for spec in specs)
         index = {"metadata": {"total_size": total}, "weight_map": homes}
         (partial / INDEX).write_text(json.dumps(index, indent=2))
-    _write_rest(source, partial, specs[0].dtype)
+    _write_rest(source, partial, specs[0].dtype, amend)
     shutil.rmtree(target, ignore_errors=True)
     os.replace(partial, target)
 
@@ -168,7 +173,9 @@ def _write_file(path: Path, specs: list[TensorSpec], tensors: Iterable[tuple[str
             file.write(raw.view(torch.uint8).numpy().data)
 
 
-def _write_rest(source: Path, folder: Path, dtype: str) -> None:
+def _write_rest(
+    source: Path, folder: Path, dtype: str, amend: Callable[[dict[str, Any]], dict[str, Any]] | None
+) -> None:
     """Config with this dtype, and every small file beside it: tokenizer, chat template, generation config."""
     for file in source.iterdir():
         if file.suffix in (".json", ".jinja", ".model", ".txt") and file.name != INDEX:
@@ -176,4 +183,6 @@ def _write_rest(source: Path, folder: Path, dtype: str) -> None:
     config = json.loads((source / "config.json").read_text())
     config.pop("torch_dtype", None)
     config["dtype"] = dtype
+    if amend is not None:
+        config = amend(config)
     (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")

@@ -183,7 +183,9 @@ def slots(family: Family, tensor: int, pipeline: int) -> list[Slot]:
         found += _layer(family, layer, layer // per_stage, f"decoder.layers.{layer % per_stage}.", tensor)
     norm = Whole("model.norm.weight", (family.hidden,))
     found.append(Slot("decoder.final_layernorm.weight", last, (norm,), tensor))
-    if not family.tied:
+    if family.head == "score":
+        found.append(Slot("score.weight", last, (Whole("score.weight", (1, family.hidden)),), tensor))
+    elif not family.tied:
         found.append(VocabSlot("output_layer.weight", last, (Whole("lm_head.weight", vocab),), tensor))
     return found
 
