@@ -19,7 +19,8 @@ from buffer.order import parse_split
 from buffer.processor import native_dtype
 
 SECTIONS = (
-    "name", "run_dir", "seed", "model", "data", "rollout", "buffer", "learner", "sync", "eval", "logging",
+    "name", "run_dir", "seed", "model", "data", "stage", "rollout", "buffer", "learner", "sync", "eval",
+    "logging",
 )  # fmt: skip
 """Every top-level key an experiment file may have, whoever reads it."""
 

@@ -52,8 +52,11 @@ class Checkpoints:
         self._keep = keep
         self._setup = setup
 
-    def save(self, step: int, trainable: Trainable) -> None:
+    def save(self, step: int, trainable: Trainable, position: dict[str, Any] | None = None) -> None:
         """Write the state after `step` batches; remove all but the newest `keep`.
+
+        Args:
+            position: Where the data goes on, plain JSON, of a learner that reads it itself.
 
         Raises:
             CheckpointNotWritten: With the reason.
@@ -63,7 +66,7 @@ class Checkpoints:
         try:
             self._write(temporary, trainable)
             if parallel.rank() == 0:
-                self._complete(temporary, target, step)
+                self._complete(temporary, target, step, position)
                 for old in self.found()[: -self._keep]:
                     shutil.rmtree(old)
                 logger.info("checkpoint of step %d is at %s", step, target)
@@ -84,9 +87,11 @@ class Checkpoints:
         _save_generators(temporary)
         dist.barrier()
 
-    def _complete(self, temporary: Path, target: Path, step: int) -> None:
+    def _complete(
+        self, temporary: Path, target: Path, step: int, position: dict[str, Any] | None = None
+    ) -> None:
         # One of this step may lie there damaged: this one was made again from an older checkpoint.
-        complete(temporary, target, {"step": step, **asdict(self._setup)})
+        complete(temporary, target, {"step": step, "position": position, **asdict(self._setup)})
 
     def found(self) -> list[Path]:
         """Complete checkpoints, oldest first."""
@@ -111,6 +116,10 @@ class Checkpoints:
         if step:
             self._load(self._root / f"step-{step:06d}", trainable)
         return step
+
+    def position(self, step: int) -> dict[str, Any]:
+        """Where the data goes on after `step` batches, as `save` was told."""
+        return read_meta(self._root / f"step-{step:06d}")["position"]
 
     def _newest_whole(self) -> int:
         for leftover in self._root.glob(".step-*.tmp"):

@@ -106,28 +106,19 @@ class CheckpointConfig(Section):
     """Write the trained model as a Hugging Face folder at the end."""
 
 
-class LearnerConfig(Section):
-    steps: int = Field(default=100, ge=1)
-    """Policy versions to make."""
-    updates_per_batch: int = Field(default=1, ge=1)
-    """Optimizer steps per batch, each on its share of the groups."""
+class TrainingConfig(Section):
+    """What every training job has, of reinforcement learning and of the offline stages."""
+
     tokens_per_microbatch: int = Field(default=4096, ge=64)
-    """Tokens of one forward pass, completions packed behind their shared prompt. A larger group is split
-    between its completions; a longer completion goes alone."""
+    """Tokens of one forward pass, completions packed behind their shared prompt."""
     processes: int = Field(default=1, ge=1)
-    """How many ranks `slipstream run` starts on this machine."""
+    """How many ranks are started on this machine."""
     threads: int | None = Field(default=None, ge=1)
     """CPU only: threads of each rank; null takes every core divided by the ranks."""
-    init_from: str | None = None
-    """A Megatron checkpoint whose weights the policy and its reference start from, of `slipstream convert
-    hf-to-megatron` or of another run, under whatever layout; model.path still gives config and tokenizer."""
-    batch_timeout_s: float = Field(default=3600.0, gt=0)
-    """No batch for this long ends the run with a diagnosis."""
     recompute: bool = False
     """Recompute activations in the backward pass (gradient checkpointing)."""
     parallel: ParallelConfig = ParallelConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
-    algorithm: AlgorithmConfig = AlgorithmConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
 
     @model_validator(mode="after")
@@ -139,6 +130,22 @@ class LearnerConfig(Section):
                 f"set learner.processes={cells} or change learner.parallel"
             )
         return self
+
+
+class LearnerConfig(TrainingConfig):
+    """A group larger than `tokens_per_microbatch` is split between its completions; a longer completion goes
+    alone."""
+
+    steps: int = Field(default=100, ge=1)
+    """Policy versions to make."""
+    updates_per_batch: int = Field(default=1, ge=1)
+    """Optimizer steps per batch, each on its share of the groups."""
+    init_from: str | None = None
+    """A Megatron checkpoint whose weights the policy and its reference start from, of `slipstream convert
+    hf-to-megatron` or of another run, under whatever layout; model.path still gives config and tokenizer."""
+    batch_timeout_s: float = Field(default=3600.0, gt=0)
+    """No batch for this long ends the run with a diagnosis."""
+    algorithm: AlgorithmConfig = AlgorithmConfig()
 
 
 class Sampling(Section):

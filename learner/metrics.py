@@ -5,8 +5,6 @@ has some of the completions that were trained.
 """
 
 import json
-import logging
-import math
 import os
 import time
 from collections.abc import Iterable, Sequence
@@ -18,8 +16,6 @@ import numpy as np
 
 from buffer.records import Batch, Group, Trajectory
 from learner.collectives import max_over_data, names_over_data, sum_over_data
-
-logger = logging.getLogger(__name__)
 
 Row = dict[str, Any]
 SAMPLES = 4
@@ -187,13 +183,6 @@ class Journal:
                 if isinstance(value, int | float):
                     self._board.add_scalar(name, value, row["step"])
             self._board.flush()
-        logger.info(
-            "step %d: reward %.3f loss %.4f grad norm %.3f staleness %.2f rho %.3f ess %.3f | %d tokens, "
-            "%.1f s (%.1f waiting), %.1f samples/s",
-            *(row[k] for k in ("step", "reward/mean", "loss", "grad_norm", "staleness/mean")),
-            *(math.nan if row[k] is None else row[k] for k in ("rho/mean", "ess")),
-            *(row[k] for k in ("tokens", "time/step", "time/wait_batch", "samples/s")),
-        )
 
     def write_samples(self, step: int, groups: Sequence[Group]) -> None:
         """Some completions of a batch that was trained into version `step`."""

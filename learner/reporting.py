@@ -1,11 +1,15 @@
 """One row a step, put together on every rank and written on global rank 0."""
 
+import logging
+import math
 import time
 from typing import Any
 
 from buffer.records import Batch
 from learner.metrics import Journal, Row, StepReport, Timings, batch_row
 from sync.publisher import PublishReport
+
+logger = logging.getLogger(__name__)
 
 
 class Reporter:
@@ -40,6 +44,13 @@ class Reporter:
         if self._journal is None:
             return
         self._journal.write(row)
+        logger.info(
+            "step %d: reward %.3f loss %.4f grad norm %.3f staleness %.2f rho %.3f ess %.3f | %d tokens, "
+            "%.1f s (%.1f waiting), %.1f samples/s",
+            *(row[k] for k in ("step", "reward/mean", "loss", "grad_norm", "staleness/mean")),
+            *(math.nan if row[k] is None else row[k] for k in ("rho/mean", "ess")),
+            *(row[k] for k in ("tokens", "time/step", "time/wait_batch", "samples/s")),
+        )
         if step % self._samples_every == 0 or step == 1:
             self._journal.write_samples(step, shard.groups)
 

@@ -19,6 +19,7 @@ from learner.config import LearnerExperiment
 from learner.feed import BufferLine, Command, Feed, NoBatch
 from learner.loop import Parts, StopFlag, finish, train
 from learner.metrics import Journal
+from learner.offline.config import OfflineExperiment
 from learner.optimizer import make_trainable, prepare_schedule
 from learner.publishing import Publishing, WeightSender
 from learner.reporting import Reporter
@@ -52,7 +53,7 @@ def serve(experiment: LearnerExperiment, connect: Connect, open_sender: OpenSend
     stop = StopFlag()
     stop.install()
     parallel.initialize(experiment.learner.parallel, experiment.seed)
-    torch.set_num_threads(_threads(experiment))
+    torch.set_num_threads(threads(experiment.learner.threads))
     with ExitStack() as stack:
         stack.callback(parallel.shutdown)
         parts = _assemble(experiment, stop, connect, open_sender, stack)
@@ -90,7 +91,7 @@ def _assemble(
         check(Path(learner.init_from))
         logger.info("the weights start from %s", learner.init_from)
     trainable = make_trainable(_build(experiment), learner.optimizer, learner.parallel)
-    checkpoints = Checkpoints(run_dir, learner.checkpoint.keep, _setup(experiment))
+    checkpoints = Checkpoints(run_dir, learner.checkpoint.keep, checkpoint_setup(experiment))
     version = checkpoints.resume(trainable)
     is_source = parallel.rank() == parallel.model_parallel_source()
     line = stack.enter_context(BufferLine(lambda: connect(experiment))) if is_source else None
@@ -134,9 +135,10 @@ def _policy(parts: Parts) -> Any:
     return parts.trainable.model.module
 
 
-def _setup(experiment: LearnerExperiment) -> Setup:
+def checkpoint_setup(experiment: LearnerExperiment | OfflineExperiment) -> Setup:
+    """What this run's checkpoints agree with."""
     layout = experiment.learner.parallel
-    told = experiment.model_dump_json(include={"model", "buffer", "learner", "seed"})
+    told = experiment.model_dump_json(include={"model", "data", "stage", "buffer", "learner", "seed"})
     return Setup(
         dtype=experiment.model.dtype,
         distributed_optimizer=layout.distributed_optimizer,
@@ -148,10 +150,11 @@ def _setup(experiment: LearnerExperiment) -> Setup:
     )
 
 
-def _threads(experiment: LearnerExperiment) -> int:
+def threads(configured: int | None) -> int:
+    """Of this rank: as configured, or an equal part of the cores."""
     here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     cores = len(os.sched_getaffinity(0))
-    return experiment.learner.threads or max(1, cores // here)
+    return configured or max(1, cores // here)
 
 
 def buffer_client(experiment: LearnerExperiment) -> BufferClient:

@@ -1,0 +1,1 @@
+"""Stages that train on rows of data instead of rollouts: SFT, reward model, DPO."""

@@ -1,0 +1,102 @@
+"""The examples of each step, in token ids: every rank takes the same rows and encodes its share of them."""
+
+import logging
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from buffer.examples import Example
+from buffer.rendering import PromptRefused
+from learner import parallel
+from learner.offline.encoding import Encoded, Encoder
+from learner.offline.stages import Stage
+
+logger = logging.getLogger(__name__)
+
+RULES = ("too_long", "bad_row", "no_pair")
+"""Why an example is left out: it does not fit, its prompt cannot be rendered, its scores are all equal."""
+
+
+class Rows(Protocol):
+    """What is asked of `buffer.stream.ExampleStream`."""
+
+    def __len__(self) -> int: ...
+    def take(self, count: int) -> list[Example]: ...
+    @property
+    def position(self) -> dict[str, Any]: ...
+    def seek(self, position: dict[str, Any]) -> None: ...
+
+
+@dataclass(slots=True)
+class Share:
+    """This rank's part of a step's rows."""
+
+    examples: list[Encoded] = field(default_factory=list)
+    counts: Counter[str] = field(default_factory=Counter)
+    """Left out, by RULES; and `cut`."""
+
+
+class ExampleFeed:
+    """A step's rows are fixed by the data's order alone, whatever is left out of them: so every layout trains
+    the same, and a place in the data is all that a resume needs.
+
+    Args:
+        rows: At their beginning.
+        encoder: Makes token ids of them.
+        stage: Says what teaches it something.
+        batch_size: Rows of a step, over all ranks.
+        epochs: Passes that there are; None for no end.
+    """
+
+    def __init__(
+        self, rows: Rows, encoder: Encoder, stage: Stage, batch_size: int, epochs: int | None
+    ) -> None:
+        self._rows = rows
+        self._draws = None if epochs is None else epochs * len(rows)
+        self._encoder = encoder
+        self._stage = stage
+        self._batch_size = batch_size
+
+    def next(self) -> Share:
+        """The next step's.
+
+        Raises:
+            ValueError: A row that cannot be read, with its place.
+        """
+        return share(self._rows.take(self._batch_size), self._encoder, self._stage)
+
+    def steps(self) -> int | None:
+        """How many the data has from its beginning; None for no end."""
+        return None if self._draws is None else -(-self._draws // self._batch_size)
+
+    @property
+    def used_up(self) -> bool:
+        """Whether the last row was taken; earlier than `steps` says where rows were skipped."""
+        return self._draws is not None and self._rows.position["draw"] >= self._draws
+
+    @property
+    def position(self) -> dict[str, Any]:
+        """Where the next step begins; the same on all ranks."""
+        return self._rows.position
+
+    def seek(self, position: dict[str, Any]) -> None:
+        self._rows.seek(position)
+
+
+def share(rows: Iterable[Example], encoder: Encoder, stage: Stage) -> Share:
+    """Encode every data-parallel rank's own rows, those at its place in turn."""
+    found = Share()
+    for row in list(rows)[parallel.dp_rank() :: parallel.dp_size()]:
+        try:
+            example = encoder.encode(row)
+        except PromptRefused as error:
+            logger.info("left out: %s", error)
+            found.counts[error.rule] += 1
+            continue
+        if not stage.size(example):
+            found.counts["no_pair"] += 1
+            continue
+        found.counts["cut"] += example.cut
+        found.examples.append(example)
+    return found

@@ -1,0 +1,86 @@
+"""The offline stages' main loop, the same on every rank."""
+
+from dataclasses import dataclass
+
+from learner import collectives
+from learner.checkpoint import Checkpoints
+from learner.loop import StopFlag
+from learner.offline.config import OfflineExperiment
+from learner.offline.feed import ExampleFeed
+from learner.offline.reporting import OfflineReporter
+from learner.offline.trainer import Prepared, Trainer
+from learner.optimizer import Trainable
+
+
+@dataclass(slots=True)
+class OfflineParts:
+    """What the loop names; made by `learner/offline/service.py`."""
+
+    experiment: OfflineExperiment
+    trainable: Trainable
+    trainer: Trainer
+    feed: ExampleFeed
+    held_out: Prepared | None
+    checkpoints: Checkpoints
+    reporter: OfflineReporter
+    stop: StopFlag
+    step: int
+    """Where the run starts or resumes; then how many steps are made."""
+    steps: int
+    """How many there will be."""
+
+
+def train(parts: OfflineParts) -> bool:
+    """Make steps until there are `learner.steps` of them or the data's last epoch ends.
+
+    Consumes: `learner.batch_size` rows of the data a step.
+    Waits for: nothing but the data's files.
+    Unblocked by: a signal, which ends it after the step it is in.
+
+    Returns:
+        Whether it is finished; not after a signal. A checkpoint holds the last step either way.
+    """
+    saved = parts.step
+    if parts.step == 0 and parts.held_out is not None:
+        parts.reporter.write(0, parts.steps, evaluation(parts))
+    while parts.step < parts.steps and not stopping(parts):
+        with parts.reporter.timed("data"):
+            share = parts.feed.next()
+        with parts.reporter.timed("update"):
+            row = parts.trainer.update(parts.step, parts.trainer.prepare(share.examples))
+        parts.step += 1
+        if parts.feed.used_up:
+            parts.steps = parts.step
+        if parts.step == parts.steps or is_due(parts):
+            row |= evaluation(parts)
+        parts.reporter.write(parts.step, parts.steps, row, share)
+        if parts.step % parts.experiment.learner.checkpoint.every == 0 or parts.step == parts.steps:
+            with parts.reporter.timed("checkpoint"):
+                saved = save(parts)
+    if saved != parts.step:
+        save(parts)
+    return parts.step >= parts.steps
+
+
+def stopping(parts: OfflineParts) -> bool:
+    """Whether rank 0 was told to stop."""
+    return bool(collectives.broadcast_numbers([parts.stop.is_set])[0])
+
+
+def is_due(parts: OfflineParts) -> bool:
+    every = parts.experiment.eval and parts.experiment.eval.every
+    return every is not None and parts.step % every == 0
+
+
+def evaluation(parts: OfflineParts) -> dict[str, object]:
+    """What the held-out examples say; nothing where there are none."""
+    if parts.held_out is None:
+        return {}
+    with parts.reporter.timed("eval"):
+        return parts.trainer.evaluate(parts.held_out)
+
+
+def save(parts: OfflineParts) -> int:
+    """Checkpoint model, optimizer and the place in the data."""
+    parts.checkpoints.save(parts.step, parts.trainable, parts.feed.position)
+    return parts.step

@@ -1,0 +1,126 @@
+"""An offline stage as a process: what it is made of, in which order it starts, and what ends it."""
+
+import logging
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from buffer.experiment import DataConfig
+from buffer.stream import open_stream
+from learner import convert, parallel
+from learner.checkpoint import Checkpoints
+from learner.loop import StopFlag
+from learner.metrics import Journal
+from learner.offline.config import HeldOutConfig, OfflineExperiment
+from learner.offline.encoding import Encoder
+from learner.offline.feed import ExampleFeed, share
+from learner.offline.loop import OfflineParts, train
+from learner.offline.reporting import OfflineReporter
+from learner.offline.stages import Stage, make_stage
+from learner.offline.trainer import Prepared, Trainer
+from learner.optimizer import make_trainable, prepare_schedule
+from learner.service import checkpoint_setup, threads
+
+logger = logging.getLogger(__name__)
+
+
+def run(experiment: OfflineExperiment) -> None:
+    """Train until the last step is made, or a signal comes; then leave a checkpoint and return.
+
+    Raises:
+        SystemExit: With status 1, after one line in the log that says what failed.
+    """
+    try:
+        serve(experiment)
+    except (ValueError, OSError) as error:
+        logger.error("the stage stops: %s", error)
+        sys.exit(1)
+
+
+def serve(experiment: OfflineExperiment) -> None:
+    """Everything of `run` but its last resort."""
+    stop = StopFlag()
+    stop.install()
+    parallel.initialize(experiment.learner.parallel, experiment.seed)
+    torch.set_num_threads(threads(experiment.learner.threads))
+    with ExitStack() as stack:
+        stack.callback(parallel.shutdown)
+        parts = _assemble(experiment, stop, stack)
+        if not train(parts):
+            logger.info("stopped after step %d: the same command goes on from there", parts.step)
+            return
+        if experiment.learner.checkpoint.export:
+            target = Path(experiment.run_dir) / "model"
+            convert.save_hf(parts.trainable.model.module, experiment.model.path, target)
+        logger.info("finished after step %d", parts.step)
+
+
+def _assemble(experiment: OfflineExperiment, stop: StopFlag, stack: ExitStack) -> OfflineParts:
+    learner, run_dir = experiment.learner, Path(experiment.run_dir)
+    stage = make_stage(experiment.stage)
+    encoder = _encoder(experiment)
+    # The data is opened before the model: a mistake in it is told at once.
+    rows = open_stream(experiment.data, experiment.seed, experiment.stage.kind)
+    feed = ExampleFeed(rows, encoder, stage, learner.batch_size, experiment.data.epochs)
+    steps = min(n for n in (learner.steps, feed.steps()) if n is not None)
+    trainable = make_trainable(_build(experiment, stage), learner.optimizer, learner.parallel)
+    trainer = Trainer(learner, stage, trainable, _reference(experiment, stage), steps)
+    held_out = experiment.eval and _held_out(experiment, experiment.eval, encoder, stage, trainer)
+    checkpoints = Checkpoints(run_dir, learner.checkpoint.keep, checkpoint_setup(experiment))
+    step = checkpoints.resume(trainable)
+    if step:
+        feed.seek(checkpoints.position(step))
+    if feed.used_up:
+        steps = step
+    journal = None
+    if parallel.rank() == 0:
+        # What was measured before the first step is measured again.
+        journal = Journal(run_dir, experiment.logging.tensorboard, step or -1)
+    reporter = OfflineReporter(journal)
+    stack.callback(reporter.close)
+    return OfflineParts(
+        experiment, trainable, trainer, feed, held_out, checkpoints, reporter, stop, step, steps
+    )
+
+
+def _encoder(experiment: OfflineExperiment) -> Encoder:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(experiment.model.path)
+    return Encoder(
+        tokenizer, experiment.model.max_length, experiment.data.system_prompt, experiment.learner.too_long
+    )
+
+
+def _build(experiment: OfflineExperiment, stage: Stage) -> Any:
+    # Megatron is imported late: the CPU backend is in place by now.
+    from learner.model import build_model
+
+    learner = experiment.learner
+    dtype = getattr(torch, experiment.model.dtype)
+    return build_model(experiment.model.path, learner.parallel, dtype, learner.recompute, head=stage.head)
+
+
+def _reference(experiment: OfflineExperiment, stage: Stage) -> Any | None:
+    """The initial model, frozen; None for stages without one."""
+    from megatron.core.utils import get_model_config
+
+    if not stage.needs_reference:
+        return None
+    model = _build(experiment, stage).requires_grad_(False)
+    prepare_schedule(get_model_config(model))
+    return model
+
+
+def _held_out(
+    experiment: OfflineExperiment, held_out: HeldOutConfig, encoder: Encoder, stage: Stage, trainer: Trainer
+) -> Prepared:
+    data = DataConfig(train=held_out.source, shuffle=False, epochs=1, on_bad_row=experiment.data.on_bad_row)
+    rows = open_stream(data, experiment.seed, experiment.stage.kind).take(held_out.examples)
+    prepared = trainer.prepare(share(rows, encoder, stage).examples)
+    if not prepared.total:
+        raise ValueError(f"eval.source: none of its {len(rows)} rows can be used")
+    return prepared

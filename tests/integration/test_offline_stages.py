@@ -1,0 +1,357 @@
+"""SFT, reward model and DPO on real Megatron: they learn, agree with Hugging Face, resume, in any layout.
+
+Starting a process takes most of the time, so runs share them (`offline_jobs.py`).
+"""
+
+import itertools
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+)
+
+pytestmark = pytest.mark.slow
+
+PROGRAM = Path(__file__).with_name("offline_jobs.py")
+WORDS = ["<end>", "?", *"abcdefghijklmnop"]
+END = 0
+LEARNED = {"sft": (120, 1e-2), "reward": (40, 5e-3), "dpo": (25, 2e-3)}
+"""Steps and learning rate with which a stage learns its made task."""
+BETA = 0.5
+COMPARED = ("loss", "grad_norm", "accuracy", "margin", "eval/loss", "eval/margin", "examples", "tokens")
+
+
+class Run:
+    """One run's folder: what it is to do, and what it did."""
+
+    def __init__(self, folder, data, kind, *, kill_at=None, steps=4, lr=2e-3, layout=None, **learner):
+        self.folder, self.kind, self.kill_at = folder, kind, kill_at
+        layout = {"tensor": 1, "pipeline": 1, "distributed_optimizer": False, **(layout or {})}
+        stage = {"kind": kind} | ({"beta": BETA} if kind == "dpo" else {})
+        rows = "taught" if kind == "sft" else "preferences"
+        self.experiment = {
+            "name": "offline",
+            "run_dir": str(folder / "run"),
+            "model": {"path": str(data / "model"), "dtype": "float32", "max_length": 32},
+            "data": {"train": {"kind": "jsonl", "path": str(data / f"{rows}.jsonl")}},
+            "stage": stage,
+            "learner": {
+                "steps": steps,
+                "batch_size": 8,
+                "tokens_per_microbatch": 64,
+                "threads": 1,
+                "processes": layout["tensor"] * layout["pipeline"],
+                "parallel": layout,
+                "optimizer": {"lr": lr, "schedule": "cosine", "warmup_steps": 2},
+                "checkpoint": {"every": 2, "keep": 2},
+                **learner,
+            },
+            "eval": {"source": {"kind": "jsonl", "path": str(data / f"{rows}-held-out.jsonl")}},
+            "logging": {"tensorboard": False},
+        }
+
+    def job(self):
+        self.folder.mkdir(parents=True, exist_ok=True)
+        config = self.folder / "config.yaml"
+        config.write_text(yaml.safe_dump(self.experiment))
+        return {"config": str(config), "log": str(self.folder / "log"), "kill_at": self.kill_at}
+
+    @property
+    def rows(self):
+        return [json.loads(line) for line in (self.folder / "run/metrics.jsonl").read_text().splitlines()]
+
+    @property
+    def log(self):
+        return (self.folder / "log-0.txt").read_text()
+
+    @property
+    def model(self):
+        return self.folder / "run" / "model"
+
+
+def train(ranks, runs, killed=False):
+    """Make the runs one after the other in one start of so many processes."""
+    jobs = runs[0].folder.with_name(f"jobs-{runs[0].folder.name}.json")
+    jobs.parent.mkdir(parents=True, exist_ok=True)
+    jobs.write_text(json.dumps([run.job() for run in runs]))
+    start = [sys.executable]
+    if ranks > 1:
+        start += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    done = subprocess.run(
+        [*start, str(PROGRAM), str(jobs)],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert (done.returncode != 0) == killed, done.stdout[-6000:]
+
+
+def answer(prompt):
+    """What SFT teaches: two words that name the prompt's last letter."""
+    return {"a": "e i", "b": "f j", "c": "g k", "d": "h l"}[prompt[-1]]
+
+
+def preference(chance):
+    """A prompt with three responses, the better the more often its first letter comes; scores below 1."""
+    prompt = " ".join(chance.choices(WORDS[6:], k=3))
+    responses = [" ".join(chance.choices(WORDS[2:6], k=chance.randint(3, 6))) for _ in range(3)]
+    return {"prompt": prompt, "response": responses, "score": [r.count("a") / 10 for r in responses]}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    """A made Llama with its tokenizer, and rows to teach it."""
+    folder = tmp_path_factory.mktemp("offline")
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(WORDS),
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=END,
+        pad_token_id=END,
+        dtype="float32",
+    )
+    LlamaForCausalLM(config).save_pretrained(folder / "model")
+    words = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="?"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()  # type: ignore[assignment]
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<end>", pad_token="<end>")
+    tokenizer.save_pretrained(folder / "model")
+    chance = random.Random(0)
+    prompts = [f"{a} {b}" for a, b in itertools.permutations("abcd", 2)]
+    taught = [{"prompt": p, "response": answer(p)} for p in prompts]
+    write(folder / "taught.jsonl", taught)
+    write(folder / "taught-held-out.jsonl", taught[:5])
+    tied = {"prompt": "e f", "response": ["a b", "c d"], "score": [0.5, 0.5]}
+    long = {"prompt": "e " * 20, "response": ["a " * 20, "b"], "score": [1, 0]}
+    write(folder / "preferences.jsonl", [*(preference(chance) for _ in range(160)), tied, long])
+    write(folder / "preferences-held-out.jsonl", [preference(chance) for _ in range(40)])
+    return folder
+
+
+def write(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def read(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def one(data):
+    """Everything that one process does, in two starts: the first ends by SIGKILL in its last run."""
+    root = data / "one"
+    kinds = ("sft", "reward", "dpo")
+    whole = {kind: Run(root / kind, data, kind) for kind in kinds}
+    killed = Run(root / "killed", data, "dpo", kill_at=4)
+    train(1, [*whole.values(), killed], killed=True)
+    shutil.copytree(root / "killed", root / "resumed")
+    resumed = Run(root / "resumed", data, "dpo")
+    learned = {
+        f"learned-{kind}": Run(
+            root / f"learned-{kind}", data, kind, steps=steps, lr=lr, checkpoint={"every": 1000}
+        )
+        for kind, (steps, lr) in LEARNED.items()
+    }
+    train(1, [resumed, *learned.values()])
+    return {**whole, "killed": killed, "resumed": resumed, **learned}
+
+
+@pytest.fixture(scope="module")
+def two(data):
+    """Layouts of two processes."""
+    root = data / "two"
+    layouts = {
+        "sft": {"distributed_optimizer": True},
+        "reward": {"tensor": 2},
+        "dpo": {"pipeline": 2},
+        "reward-pipeline": {"pipeline": 2},
+    }
+    runs = {name: Run(root / name, data, name.split("-")[0], layout=layouts[name]) for name in layouts}
+    train(2, list(runs.values()))
+    return runs
+
+
+def sequences(rows):
+    """Per row its prompt's and each response's ids, the end mark with them, and the scores."""
+    for row in rows:
+        responses = row["response"] if isinstance(row["response"], list) else [row["response"]]
+        prompt, *ids = ([WORDS.index(w) for w in text.split()] for text in (row["prompt"], *responses))
+        yield prompt, [[*response, END] for response in ids], row.get("score")
+
+
+@torch.no_grad()
+def hf_logprob(model, prompt, response):
+    """Σ log π of a response's tokens and end mark, from logits one place before each."""
+    ids = torch.tensor([prompt + response])
+    logprobs = model(ids).logits[0, :-1].log_softmax(-1)
+    return logprobs[len(prompt) - 1 :].gather(1, torch.tensor(response)[:, None]).sum().item()
+
+
+def held_out_pairs(data, value):
+    """A function of prompt and response, at the preferred and at the other one of every held-out pair."""
+    found = []
+    for prompt, responses, scores in sequences(read(data / "preferences-held-out.jsonl")):
+        values = [value(prompt, response) for response in responses]
+        pairs = itertools.permutations(range(len(values)), 2)
+        found += [(values[i], values[j]) for i, j in pairs if scores[i] > scores[j]]
+    return found
+
+
+def mean(values):
+    values = list(values)
+    return sum(values) / len(values)
+
+
+def test_sft_teaches_a_model_what_to_answer_and_when_to_stop(data, one):
+    rows = one["learned-sft"].rows
+    assert rows[-1]["eval/loss"] < 0.1 < rows[0]["eval/loss"]
+    model = AutoModelForCausalLM.from_pretrained(one["learned-sft"].model)
+    for prompt, (response,), _ in sequences(read(data / "taught.jsonl")):
+        made = model.generate(torch.tensor([prompt]), max_new_tokens=8, do_sample=False)
+        assert made[0, len(prompt) :].tolist() == response
+
+
+def test_the_sft_loss_is_hugging_faces(data, one):
+    for folder, row in ((data / "model", one["sft"].rows[0]), (one["sft"].model, one["sft"].rows[-1])):
+        model = AutoModelForCausalLM.from_pretrained(folder)
+        losses, tokens = 0.0, 0
+        for prompt, (response,), _ in sequences(read(data / "taught-held-out.jsonl")):
+            labels = torch.tensor([[-100] * len(prompt) + response])
+            with torch.no_grad():
+                loss = model(torch.tensor([prompt + response]), labels=labels).loss
+            losses, tokens = losses + loss.item() * len(response), tokens + len(response)
+        assert row["eval/loss"] == pytest.approx(losses / tokens, rel=1e-4)
+
+
+def test_the_reward_model_learns_a_preference(one):
+    rows = one["learned-reward"].rows
+    assert rows[0]["eval/accuracy"] < 0.8
+    assert rows[-1]["eval/accuracy"] > 0.9
+
+
+@pytest.mark.parametrize("name", ["reward", "learned-reward"])
+def test_hugging_face_gives_the_reward_models_scores(data, one, name):
+    """In a batch with padding too: the end mark is not padding, though the source says so."""
+    model = AutoModelForSequenceClassification.from_pretrained(one[name].model)
+    assert model.config.num_labels == 1
+
+    @torch.no_grad()
+    def score(prompt, response):
+        return model(torch.tensor([prompt + response])).logits.item()
+
+    pairs = held_out_pairs(data, score)
+    row = one[name].rows[-1]
+    assert row["eval/pairs"] == len(pairs)
+    assert row["eval/reward/preferred"] == pytest.approx(mean(p for p, _ in pairs), abs=1e-4)
+    assert row["eval/reward/other"] == pytest.approx(mean(o for _, o in pairs), abs=1e-4)
+    assert row["eval/accuracy"] == pytest.approx(mean(p > o for p, o in pairs))
+
+
+def test_a_reward_models_folder_can_be_trained_on(data, one):
+    from learner import families
+
+    family = families.read(one["reward"].model, "score")
+    assert family.has_score
+    with pytest.raises(ValueError, match="LlamaForSequenceClassification is not supported"):
+        families.read(one["reward"].model)
+
+
+def test_dpo_raises_margin_and_accuracy_over_the_reference(one):
+    rows = one["learned-dpo"].rows
+    first, last = rows[0], rows[-1]
+    assert (first["eval/accuracy"], first["eval/margin"]) == (0.5, 0)
+    assert last["eval/accuracy"] > 0.9
+    assert last["eval/margin"] > 0.5
+    assert last["eval/loss"] < first["eval/loss"]
+
+
+def test_the_dpo_loss_is_hugging_faces(data, one):
+    policy = AutoModelForCausalLM.from_pretrained(one["dpo"].model)
+    reference = AutoModelForCausalLM.from_pretrained(data / "model")
+
+    def reward(prompt, response):
+        return BETA * (hf_logprob(policy, prompt, response) - hf_logprob(reference, prompt, response))
+
+    pairs = held_out_pairs(data, reward)
+    row = one["dpo"].rows[-1]
+    assert row["eval/margin"] == pytest.approx(mean(p - o for p, o in pairs), rel=1e-3)
+    assert row["eval/accuracy"] == pytest.approx(mean(p > o for p, o in pairs))
+
+
+def test_what_teaches_nothing_is_counted(one):
+    rows = one["learned-reward"].rows
+    assert sum(r["left_out/no_pair"] for r in rows) >= 1
+    assert sum(r["left_out/too_long"] for r in rows) >= 1
+    assert all(r["examples"] + r["left_out/no_pair"] + r["left_out/too_long"] == 8 for r in rows[1:])
+
+
+@pytest.mark.parametrize("name", ["sft", "reward", "dpo", "reward-pipeline"])
+def test_every_layout_gives_the_same_numbers(one, two, name):
+    expected, found = one[name.split("-")[0]], two[name]
+    assert len(found.rows) == len(expected.rows) == 5
+    for a, b in zip(found.rows, expected.rows, strict=True):
+        assert a.keys() == b.keys()
+        for key in (k for k in COMPARED if k in b):
+            assert a[key] == pytest.approx(b[key], rel=1e-3, abs=1e-4), (a["step"], key)
+    tensors = load_file(expected.model / "model.safetensors")
+    trained = load_file(found.model / "model.safetensors")
+    assert trained.keys() == tensors.keys()
+    for key, tensor in tensors.items():
+        assert torch.allclose(trained[key], tensor, rtol=1e-3, atol=1e-4), key
+
+
+def test_a_killed_stage_goes_on_exactly(one):
+    assert [r["step"] for r in one["killed"].rows] == [0, 1, 2, 3]
+    assert "resumed from" in one["resumed"].log
+    for a, b in zip(one["resumed"].rows, one["dpo"].rows, strict=True):
+        for key in ("step", "loss", "grad_norm", "margin", "eval/loss", "lr", "tokens"):
+            assert a.get(key) == b.get(key), (a["step"], key)
+    whole, resumed = (load_file(one[n].model / "model.safetensors") for n in ("dpo", "resumed"))
+    assert all(torch.equal(whole[name], resumed[name]) for name in whole)
+
+
+def test_the_command_tells_a_bad_row_by_its_place_and_once_mended_trains_to_a_report(data, tmp_path):
+    run = Run(tmp_path / "command", data, "reward", steps=2)
+    rows = tmp_path / "rows.jsonl"
+    run.experiment["data"]["train"]["path"] = str(rows)
+    good = {"prompt": "a", "response": ["b", "c"], "score": [1, 0]}
+    command = [str(Path(sys.executable).with_name("slipstream")), "reward", run.job()["config"]]
+
+    def slipstream():
+        return subprocess.run(command, capture_output=True, text=True, timeout=120)
+
+    write(rows, [good, good | {"score": ["x", 0]}])
+    bad = slipstream()
+    assert bad.returncode == 1, bad.stdout
+    assert "rows.jsonl:2" in bad.stdout
+    assert "Traceback" not in bad.stdout
+    write(rows, [good] * 8)
+    done = slipstream()
+    assert done.returncode == 0, done.stdout
+    assert "step 2 of 2: loss" in done.stdout
+    assert (run.folder / "run/report/loss.png").exists()
+    assert slipstream().stdout.startswith("offline (reward)"), "finished: nothing is trained again"

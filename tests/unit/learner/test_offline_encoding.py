@@ -1,0 +1,92 @@
+"""What an example looks like in token ids, and what happens to one that is too long."""
+
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from buffer.examples import Example
+from buffer.rendering import PromptRefused
+from learner.offline.encoding import Encoder
+
+VOCABULARY = {"<end>": 0, "a": 1, "b": 2, "ab": 3, "c": 4, " ": 5, "<turn>": 6, "?": 7}
+TEMPLATE = (
+    "{% for m in messages %}<turn>{{ m['content'] }}{% endfor %}"
+    "{% if add_generation_prompt %}<turn>{% endif %}"
+)
+AB, A, B, C, END, TURN = 3, 1, 2, 4, 0, 6
+
+
+@pytest.fixture
+def tokenizer():
+    """Merges `a` and `b` into one token where they meet, as any BPE does; padding is the end mark."""
+    pieces = Tokenizer(models.BPE(VOCABULARY, [("a", "b")], unk_token="?"))
+    pieces.pre_tokenizer = pre_tokenizers.Split(" ", "isolated")  # type: ignore[assignment]
+    pieces.add_special_tokens(["<end>", "<turn>"])
+    return PreTrainedTokenizerFast(tokenizer_object=pieces, eos_token="<end>", pad_token="<end>")
+
+
+def encoder(tokenizer, max_length=16, too_long="drop"):
+    return Encoder(tokenizer, max_length, None, too_long)
+
+
+def example(prompt, *responses, scores=()):
+    return Example(prompt, responses, scores, {})
+
+
+def ids(encoded):
+    return encoded.prompt.tolist(), [r.tolist() for r in encoded.responses]
+
+
+def test_the_boundary_is_where_the_prompt_ends(tokenizer):
+    assert tokenizer.encode("ab") == [AB]
+    assert ids(encoder(tokenizer).encode(example("a", "b"))) == ([A], [[B, END]])
+
+
+def test_every_response_ends_with_one_end_mark_also_where_padding_is_the_same_token(tokenizer):
+    found = encoder(tokenizer).encode(example("a", "c", "", "c<end>", scores=(2.0, 1.0, 0.0)))
+    assert ids(found) == ([A], [[C, END], [END], [C, END]])
+
+
+def test_a_chat_is_rendered_as_rollout_servers_render_it(tokenizer):
+    tokenizer.chat_template = TEMPLATE
+    chat = ({"role": "user", "content": "a"},)
+    assert ids(encoder(tokenizer).encode(example(chat, "b"))) == ([TURN, A, TURN], [[B, END]])
+    assert ids(encoder(tokenizer).encode(example("a", "b"))) == ([TURN, A, TURN], [[B, END]])
+
+
+def test_a_response_that_does_not_fit_is_left_out_and_an_example_without_enough_refused(tokenizer):
+    small = encoder(tokenizer, max_length=4)
+    found = small.encode(example("ac", "c", "ccc", "", scores=(0.7, 1.0, 0.3)))
+    assert ids(found) == ([A, C], [[C, END], [END]])
+    assert found.scores == (0.7, 0.3)
+    assert not found.cut
+    with pytest.raises(PromptRefused, match=r"too_long: 5 tokens, model\.max_length=4"):
+        small.encode(example("ac", "cc"))
+    with pytest.raises(PromptRefused, match="too_long"):
+        small.encode(example("ac", "ccc", "c", scores=(1.0, 0.0)))
+
+
+@pytest.mark.parametrize(
+    ("prompt", "response", "kept"),
+    [
+        ("aac", "cc", ([A, A, C], [[C, C, END]])),
+        ("aaaaac", "cc", ([A, A, C], [[C, C, END]])),
+        ("aac", "cccccc", ([A, A, C], [[C, C, C]])),
+        ("aaaaac", "cccccc", ([A, A, C], [[C, C, C]])),
+    ],
+)
+def test_cutting_takes_the_prompts_beginning_and_the_responses_end_mark(tokenizer, prompt, response, kept):
+    found = encoder(tokenizer, max_length=6, too_long="cut").encode(example(prompt, response))
+    assert ids(found) == kept
+    assert found.cut == (len(prompt) + len(response) + 1 > 6)
+
+
+def test_a_prompt_that_cannot_be_rendered_is_refused(tokenizer):
+    with pytest.raises(PromptRefused, match="bad_row"):
+        encoder(tokenizer).encode(example(({"role": "user", "content": "a"},), "b"))
+
+
+def test_a_tokenizer_without_an_end_mark_is_refused(tokenizer):
+    tokenizer.eos_token = None
+    with pytest.raises(ValueError, match="no eos_token"):
+        encoder(tokenizer)

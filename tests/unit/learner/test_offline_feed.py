@@ -1,0 +1,86 @@
+"""Which rows a step takes, what is left out of them, and where a resumed feed goes on."""
+
+import numpy as np
+import pytest
+
+from buffer.examples import Example
+from buffer.experiment import DataConfig
+from buffer.rendering import PromptRefused
+from buffer.stream import open_stream
+from learner import parallel
+from learner.offline.config import RewardConfig
+from learner.offline.encoding import Encoded
+from learner.offline.feed import ExampleFeed, share
+from learner.offline.stages import make_stage
+
+STAGE = make_stage(RewardConfig(kind="reward"))
+
+
+class Letters:
+    """Stands in for the encoder: a token a letter, `x` does not fit."""
+
+    def encode(self, example: Example) -> Encoded:
+        if "x" in example.prompt:
+            raise PromptRefused("too_long", "x")
+        ids = [np.array([ord(c) for c in text], np.int32) for text in (example.prompt, *example.responses)]
+        return Encoded(ids[0], tuple(ids[1:]), example.scores, cut=example.prompt == "c")
+
+
+@pytest.fixture
+def as_rank(monkeypatch):
+    def become(rank, size):
+        monkeypatch.setattr(parallel, "dp_rank", lambda: rank)
+        monkeypatch.setattr(parallel, "dp_size", lambda: size)
+
+    become(0, 1)
+    return become
+
+
+def rows(prompts):
+    return [Example(p, ("a", "b"), (0.5, 0.5) if p == "t" else (0.7, 0.3), {}) for p in prompts]
+
+
+def prompts(found):
+    return "".join(chr(e.prompt[0]) for e in found.examples)
+
+
+def test_what_teaches_nothing_is_left_out_and_counted_by_rule(as_rank):
+    found = share(rows("axtbc"), Letters(), STAGE)
+    assert prompts(found) == "abc"
+    assert dict(found.counts) == {"too_long": 1, "no_pair": 1, "cut": 1}
+
+
+def test_every_rank_takes_its_own_rows_of_the_same_step(as_rank):
+    taken = []
+    for rank in range(3):
+        as_rank(rank, 3)
+        taken.append(prompts(share(rows("abcdefg"), Letters(), STAGE)))
+    assert taken == ["adg", "be", "cf"]
+
+
+def feed(tmp_path, epochs=None):
+    path = tmp_path / "rows.jsonl"
+    path.write_text(
+        "".join(f'{{"prompt": "{p}", "response": ["a", "b"], "score": [1, 0]}}\n' for p in "abcdefg")
+    )
+    data = DataConfig.model_validate({"train": {"kind": "jsonl", "path": str(path)}, "epochs": epochs})
+    return ExampleFeed(open_stream(data, 1, "reward"), Letters(), STAGE, 3, epochs)
+
+
+def test_the_last_epoch_ends_the_data_and_says_so(as_rank, tmp_path):
+    ends = feed(tmp_path, epochs=2)
+    assert ends.steps() == 5
+    taken = []
+    while not ends.used_up:
+        taken.append(prompts(ends.next()))
+    assert [len(t) for t in taken] == [3, 3, 3, 3, 2]
+    assert sorted("".join(taken)) == sorted("abcdefg" * 2)
+    assert feed(tmp_path).steps() is None
+    assert not feed(tmp_path).used_up
+
+
+def test_a_place_in_the_data_is_found_again(as_rank, tmp_path):
+    first, again = feed(tmp_path), feed(tmp_path)
+    first.next()
+    again.seek(first.position)
+    assert [prompts(first.next()) for _ in range(4)] == [prompts(again.next()) for _ in range(4)]
