@@ -82,6 +82,24 @@ def learner(config: Config, overrides: Overrides = None) -> None:
 
 
 @app.command()
+def sft(config: Config, overrides: Overrides = None) -> None:
+    """Teach a model the responses of the data; the same command again resumes it."""
+    _offline("sft", config, overrides)
+
+
+@app.command()
+def reward(config: Config, overrides: Overrides = None) -> None:
+    """Train a reward model on scored responses; the same command again resumes it."""
+    _offline("reward", config, overrides)
+
+
+@app.command()
+def dpo(config: Config, overrides: Overrides = None) -> None:
+    """Train a model on preferences directly (DPO, IPO); the same command again resumes it."""
+    _offline("dpo", config, overrides)
+
+
+@app.command()
 def report(run_dir: RunDir) -> None:
     """Write plots, sample completions and a summary of a run into RUN_DIR/report."""
     from launch.report import write_report
@@ -172,6 +190,15 @@ def _layout(tensor: int, pipeline: int) -> Any:
     from learner.config import ParallelConfig
 
     return ParallelConfig(tensor=tensor, pipeline=pipeline)
+
+
+def _offline(kind: str, config: Path, overrides: list[str] | None) -> NoReturn:
+    from rich.console import Console
+
+    from launch.offline import read_stage, run_stage
+
+    experiment = read_stage(config, overrides or [], kind)
+    raise typer.Exit(run_stage(experiment, shlex.join(["slipstream", *sys.argv[1:]]), Console()))
 
 
 def _inspect(run_dir: Path) -> None:

@@ -27,6 +27,7 @@ from buffer.experiment import (
 )
 from launch.demo_model import MODEL_DIR
 from learner.config import LearnerConfig, LearnerExperiment
+from learner.offline.config import OfflineExperiment
 from rollout.config import RolloutConfig, RolloutExperiment
 from sync.config import SyncConfig
 
@@ -78,7 +79,7 @@ def _addresses(e: WholeExperiment) -> list[str]:
     return []
 
 
-def _single_sources(e: WholeExperiment) -> dict[str, SingleSource]:
+def _single_sources(e: WholeExperiment | OfflineExperiment) -> dict[str, SingleSource]:
     """Every source under its key, the parts of blends each by itself."""
     found: dict[str, SingleSource] = {}
     sources = {"data.train": e.data.train} | ({"eval.source": e.eval.source} if e.eval else {})
@@ -121,9 +122,9 @@ def read(path: str | Path, overrides: list[str], services: Iterable[str] = SERVI
         load(path, overrides, schema)
     reasons = [reason for check in CHECKS for reason in check(experiment)]
     if "buffer" in services:
-        reasons += _missing_rows(experiment)
+        reasons += missing_rows(experiment)
     if "rollout" in services or "learner" in services:
-        reasons += _model_folder(experiment.model)
+        reasons += model_folder(experiment.model)
     if "learner" in services:
         reasons += _checkpoint(experiment.learner.init_from)
     if reasons:
@@ -131,7 +132,7 @@ def read(path: str | Path, overrides: list[str], services: Iterable[str] = SERVI
     return experiment
 
 
-def _missing_rows(e: WholeExperiment) -> list[str]:
+def missing_rows(e: WholeExperiment | OfflineExperiment) -> list[str]:
     return [
         f"{key}.path={path}: no such file"
         for key, source in _single_sources(e).items()
@@ -141,7 +142,7 @@ def _missing_rows(e: WholeExperiment) -> list[str]:
     ]
 
 
-def _model_folder(model: ModelConfig) -> list[str]:
+def model_folder(model: ModelConfig) -> list[str]:
     config = Path(model.path) / "config.json"
     if not config.is_file():
         made = "; `python -m launch.demo_model` makes it" if Path(model.path) == MODEL_DIR else ""
@@ -174,6 +175,6 @@ def differences(old: dict, new: dict, prefix: str = "") -> list[str]:
     return found
 
 
-def dump(experiment: WholeExperiment) -> str:
+def dump(experiment: Experiment) -> str:
     """The resolved experiment as YAML: every key with its value, defaults too."""
     return yaml.safe_dump(experiment.model_dump(mode="json"), sort_keys=False, allow_unicode=True)

@@ -15,6 +15,7 @@ from pathlib import Path
 import yaml
 from rich.console import Console
 
+from buffer.experiment import Experiment
 from launch.experiment import WholeExperiment, differences, dump
 from launch.history import History
 from launch.placement import settle_address, split_cores, split_gpus, usable_cores, visible_gpus
@@ -156,7 +157,7 @@ def settle(e: WholeExperiment) -> WholeExperiment:
     return e.model_copy(update={"buffer": e.buffer.model_copy(update={"address": buffer}), "sync": sync})
 
 
-def write_config(e: WholeExperiment, console: Console) -> Path:
+def write_config(e: Experiment, console: Console) -> Path:
     """Write the resolved experiment beside the run; tell what changed when the run is resumed.
 
     Raises:
@@ -255,7 +256,7 @@ def announce(e: WholeExperiment, history: History, console: Console) -> None:
 
 
 def conclude(
-    e: WholeExperiment, failure: Failure | None, interrupted: bool, command: str, console: Console
+    e: Experiment, failure: Failure | None, interrupted: bool, command: str, console: Console
 ) -> int:
     """The last words: what failed or how to go on, or the summary of a finished run."""
 
@@ -273,8 +274,7 @@ def conclude(
         return 1
     from launch.report import write_report  # matplotlib: not before the run has started
 
-    write_report(Path(e.run_dir))
-    say(summarize(Path(e.run_dir)).text())
+    say(write_report(Path(e.run_dir)).text())
     return 0
 
 

@@ -1,4 +1,4 @@
-"""The four pictures of a report. Each takes a history and draws into a figure; nothing here reads files."""
+"""The pictures of a report. Each takes a history and draws into a figure; nothing here reads files."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -74,6 +74,35 @@ def draw_all(history: History, folder: Path, target: float | None, bound: int) -
                 written.append(folder / name)
             plt.close(figure)
     return written
+
+
+def draw_stage(history: History, folder: Path) -> list[Path]:
+    """Write the pictures of an offline stage: its loss, and its accuracy where it has one."""
+    written: list[Path] = []
+    with plt.rc_context(STYLE):
+        for name, title in (("loss", "Loss"), ("accuracy", "Pairs in the right order")):
+            figure, axes = plt.subplots(layout="constrained")
+            if draw_trained(axes, history, name, title):
+                figure.savefig(folder / f"{name}.png")
+                written.append(folder / f"{name}.png")
+            plt.close(figure)
+    return written
+
+
+def draw_trained(axes: Axes, history: History, name: str, title: str) -> bool:
+    """A metric of the training batches, faint, under its moving mean; on held-out examples as marks."""
+    steps, values = history.series(name)
+    held_out = history.series(f"eval/{name}")
+    if not steps and not held_out[0]:
+        return False
+    axes.plot(steps, values, color=BLUE, alpha=0.25, linewidth=1.2)
+    axes.plot(steps, smooth(values), color=BLUE, label="training, moving mean")
+    if held_out[0]:
+        axes.plot(*held_out, "o-", color=ORANGE, markersize=7, linewidth=1.5, label="held-out examples")
+    axes.margins(y=0.15)
+    _finish(axes, title, "step", name)
+    axes.legend(loc="best")
+    return True
 
 
 def draw_reward(axes: Axes, history: History, target: float | None) -> bool:

@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from launch.history import History, Record
+from launch.offline_report import StageSummary, write_stage_report
 from launch.plots import draw_all
 from launch.summary import Summary, read_config, summarize
 
@@ -12,13 +13,15 @@ LONGEST_TEXT = 600
 """Characters of a completion that are shown."""
 
 
-def write_report(run_dir: Path) -> Summary:
-    """Write or rewrite the report of a run, finished or not.
+def write_report(run_dir: Path) -> Summary | StageSummary:
+    """Write or rewrite the report of a run or of an offline stage, finished or not.
 
     Raises:
         ValueError: The folder holds no run.
     """
     config = read_config(run_dir)
+    if "stage" in config:
+        return write_stage_report(run_dir, config)
     history = History(run_dir)
     history.refresh()
     summary = summarize(run_dir, history)

@@ -1,7 +1,7 @@
 """Sums of two digits, the demo's task: a model of 135 million parameters learns it in minutes."""
 
 import random
-from typing import Any
+from typing import Any, Literal
 
 NUM_HELD_OUT = 16
 
@@ -16,10 +16,30 @@ def heldout(seed: int = 1) -> list[dict[str, Any]]:
     return [_row(a, b) for a, b in _shuffled_pairs(seed)[:NUM_HELD_OUT]]
 
 
+def answered(part: Literal["train", "heldout"] = "train", seed: int = 1) -> list[dict[str, Any]]:
+    """The sums of a part with the right `response`, for SFT."""
+    return [{"prompt": row["prompt"], "response": row["answer"]} for row in PARTS[part](seed)]
+
+
+def compared(part: Literal["train", "heldout"] = "train", seed: int = 1) -> list[dict[str, Any]]:
+    """The sums of a part with three responses, the nearer the sum the higher the `score`: for a reward model
+    or DPO."""
+    chance = random.Random(seed)
+    rows: list[dict[str, Any]] = []
+    for row in PARTS[part](seed):
+        errors = [0, *chance.sample([-3, -2, -1, 1, 2, 3], 2)]
+        answers = [str(int(row["answer"]) + e) for e in errors]
+        rows.append({"prompt": row["prompt"], "response": answers, "score": [-abs(e) / 10 for e in errors]})
+    return rows
+
+
 def _shuffled_pairs(seed: int) -> list[tuple[int, int]]:
     pairs = [(a, b) for a in range(1, 10) for b in range(1, 10)]
     random.Random(seed).shuffle(pairs)
     return pairs
+
+
+PARTS = {"train": train, "heldout": heldout}
 
 
 def _row(a: int, b: int) -> dict[str, Any]:

@@ -38,7 +38,8 @@ def seconds_of(*arguments: str) -> float:
 def test_help_names_every_command():
     result = slipstream("--help")
     assert result.returncode == 0
-    for command in ("run", "buffer", "rollout", "learner", "report", "convert", "plan", "doctor"):
+    commands = "run buffer rollout learner sft reward dpo report convert plan doctor"
+    for command in commands.split():
         assert f" {command} " in result.stdout
 
 
@@ -77,6 +78,12 @@ def test_a_plan_takes_less_than_two_seconds_and_says_by_its_exit_code_whether_it
         (("buffer", "configs/demo.yaml", "buffer.capacity=1"), "buffer: capacity 1 is below"),
         (("buffer", "inspect"), "buffer inspect: expected one RUN_DIR"),
         (("buffer", "inspect", "/nowhere"), "/nowhere/buffer.sqlite: no such file"),
+        (("sft", "configs/sft.yaml", "stage.kinds=sft"), "stage.sft.kinds: unknown key; did you mean kind?"),
+        (("sft", "configs/dpo.yaml"), "configs/dpo.yaml: stage.kind is dpo; run it with `slipstream dpo`"),
+        (
+            ("dpo", "configs/dpo.yaml", "stage.loss=ipo", "stage.label_smoothing=0.1"),
+            "loss ipo has no labels",
+        ),
         (("report", "/nowhere"), "/nowhere: no config.yaml in it"),
         (("convert", "megatron-to-hf", "/nowhere", "/nowhere/hf"), "/nowhere: no meta.json in it"),
         (("convert", "hf-to-megatron", "configs", "/nowhere"), "configs/config.json does not exist"),

@@ -11,6 +11,7 @@ import pytest
 
 from buffer.experiment import load
 from launch.experiment import WholeExperiment
+from learner.offline.config import OfflineExperiment
 
 HOME = Path(__file__).parents[2]
 HOUSES = ("buffer", "sync", "learner", "rollout", "launch")
@@ -18,10 +19,17 @@ HEAVY = ("torch", "vllm", "megatron", "transformers", "matplotlib")
 LIGHT = [
     ".".join(path.relative_to(HOME).with_suffix("").parts)
     for house in HOUSES
-    for path in sorted((HOME / house).glob("*.py"))
-    if path.stem != "__main__" and (house == "buffer" or path.stem in ("wire", "config"))
+    for path in sorted((HOME / house).rglob("*.py"))
+    if path.stem != "__main__" and (path.parent.name == "buffer" or path.stem in ("wire", "config"))
 ]
-LOOPS = {"rollout/loop.py", "learner/loop.py", "buffer/server.py", "launch/local.py"}
+LOOPS = {
+    "rollout/loop.py",
+    "learner/loop.py",
+    "learner/offline/loop.py",
+    "buffer/server.py",
+    "launch/local.py",
+    "launch/offline.py",
+}
 LONGEST_LOOP = 50
 LONGEST_FUNCTION = 60
 FORBIDDEN_NAMES = ("utils", "helpers", "common", "misc")
@@ -31,10 +39,11 @@ def sources() -> list[Path]:
     return sorted(path for house in HOUSES for path in (HOME / house).rglob("*.py"))
 
 
+ENTRIES = ("launch.cli", "launch.local", "launch.screen", "launch.offline")
 PLANNING = ("launch.plan", "launch.plan_changes", "launch.plan_screen")
 
 
-@pytest.mark.parametrize("module", [*LIGHT, "launch.cli", "launch.local", "launch.screen", *PLANNING])
+@pytest.mark.parametrize("module", [*LIGHT, *ENTRIES, *PLANNING])
 def test_what_must_be_light_imports_nothing_heavy(module):
     script = f"import sys, {module}; print(*[m for m in {HEAVY!r} if m in sys.modules])"
     result = subprocess.run(
@@ -66,7 +75,8 @@ def test_no_other_distribution_claims_our_names():
 
 @pytest.mark.parametrize("path", sorted((HOME / "configs").glob("**/*.yaml")), ids=lambda p: p.stem)
 def test_every_config_is_an_experiment(path):
-    assert load(path, [], WholeExperiment).name == path.stem
+    schema = OfflineExperiment if "\nstage:" in path.read_text() else WholeExperiment
+    assert load(path, [], schema).name == path.stem
 
 
 @pytest.mark.parametrize("loop", sorted(LOOPS))

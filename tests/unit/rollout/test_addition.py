@@ -24,3 +24,14 @@ def test_every_answer_is_right():
         total = row["metadata"]["a"] + row["metadata"]["b"]
         assert exact_number(f"It is {total}.", row) == 1
         assert exact_number(f"It is {total + 1}.", row) == 0
+
+
+def test_answers_and_comparisons_are_of_the_same_parts():
+    for part, rows in (("train", addition.train()), ("heldout", addition.heldout())):
+        for row, answered, compared in zip(
+            rows, addition.answered(part), addition.compared(part), strict=True
+        ):
+            assert row["prompt"] == answered["prompt"] == compared["prompt"]
+            assert exact_number(answered["response"], row) == 1
+            right = [exact_number(response, row) for response in compared["response"]]
+            assert right == [float(score == 0) for score in compared["score"]]

@@ -1,0 +1,140 @@
+"""`slipstream sft|reward|dpo`: an offline stage's ranks on this machine, watched, with a summary at the end.
+
+Consumes: an experiment. Waits for: the learner to end by itself, which it does once it has made its steps.
+Unblocked by: that, its failure, or Ctrl-C.
+"""
+
+import time
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+from buffer.experiment import ConfigError, load
+from launch.experiment import missing_rows, model_folder
+from launch.history import History, Record
+from launch.local import DEADLINES_S, conclude, locked, torchrun, write_config
+from launch.supervisor import POLL_S, Failure, Service, Supervisor
+from learner.offline.config import OfflineExperiment, OfflineLearnerConfig
+
+REFRESH_S = 0.5
+TOLD = ("loss", "accuracy", "margin", "eval/loss", "eval/accuracy", "eval/margin")
+
+
+def read_stage(path: str | Path, overrides: list[str], kind: str) -> OfflineExperiment:
+    """Read and check everything that can be checked without loading the model.
+
+    Raises:
+        ConfigError: One line per mistake.
+    """
+    experiment = load(path, overrides, OfflineExperiment)
+    found = experiment.stage.kind
+    if found != kind:
+        raise ConfigError(f"{path}: stage.kind is {found}; run it with `slipstream {found}`")
+    reasons = missing_rows(experiment) + model_folder(experiment.model)
+    if reasons:
+        raise ConfigError("\n".join(f"{path}: {reason}" for reason in reasons))
+    return experiment
+
+
+def run_stage(experiment: OfflineExperiment, command: str, console: Console) -> int:
+    """Run the stage until it is finished, fails, or is interrupted.
+
+    Args:
+        experiment: Checked already.
+        command: What the user typed; the same again resumes.
+        console: Where to show it.
+
+    Returns:
+        The exit code: 0 finished, 1 failed, 130 interrupted.
+    """
+    run_dir = Path(experiment.run_dir)
+    with locked(run_dir):
+        history = History(run_dir)
+        history.refresh()
+        if is_finished(run_dir, history, experiment.learner):
+            from launch.report import write_report  # matplotlib: not before it is needed
+
+            console.print(write_report(run_dir).text(), highlight=False, markup=False, soft_wrap=True)
+            return 0
+        config = write_config(experiment, console)
+        command_line = [*torchrun(experiment.learner.processes), "learner.offline", str(config)]
+        learner = Service("learner", "learner", command_line, stop_signal_to="children")
+        title = f"[bold]slipstream {experiment.stage.kind}[/] {experiment.name} → {run_dir}"
+        console.print(title, highlight=False, soft_wrap=True)
+        with (
+            Supervisor([learner], run_dir / "logs", DEADLINES_S) as supervisor,
+            ProgressLine(history, console) as line,
+        ):
+            failure = watch(supervisor, line)
+            if failure or supervisor.interrupts:
+                supervisor.stop(line.update)
+        return conclude(experiment, failure, supervisor.interrupts > 0, command, console)
+
+
+def is_finished(run_dir: Path, history: History, learner: OfflineLearnerConfig) -> bool:
+    """Whether all steps are made, no more are asked for now, and the model is written."""
+    made = max(history.steps, default=0)
+    if not made or made < (learner.steps or 0) or made < history.steps[made]["steps"]:
+        return False
+    return not learner.checkpoint.export or (run_dir / "model" / "config.json").exists()
+
+
+def watch(supervisor: Supervisor, line: "ProgressLine") -> Failure | None:
+    """Look after the learner until it has ended or the user interrupts."""
+    while supervisor.running and not supervisor.interrupts:
+        failure = supervisor.check()
+        line.update()
+        if failure:
+            return failure
+        time.sleep(POLL_S)
+    line.refresh()
+    return supervisor.check()
+
+
+class ProgressLine:
+    """Context manager: one live line on a terminal, one line a step everywhere else."""
+
+    def __init__(self, history: History, console: Console) -> None:
+        self._history = history
+        self._console = console
+        self._due = 0.0
+        self._progress: Progress | None = None
+        if console.is_terminal:
+            told = TextColumn("{task.fields[told]}")
+            self._progress = Progress(
+                TextColumn("step {task.completed} of {task.total}"), BarColumn(), TimeRemainingColumn(), told,
+                console=console,
+            )  # fmt: skip
+            self._task = self._progress.add_task("", total=None, told="starting")
+
+    def __enter__(self) -> "ProgressLine":
+        if self._progress:
+            self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._progress:
+            self._progress.stop()
+
+    def update(self) -> None:
+        """Show what is new, twice a second at most."""
+        if time.monotonic() >= self._due:
+            self._due = time.monotonic() + REFRESH_S
+            self.refresh()
+
+    def refresh(self) -> None:
+        for record in self._history.refresh():
+            if self._progress:
+                made, total = record["step"], record["steps"]
+                self._progress.update(self._task, completed=made, total=total, told=told_of(record))
+            else:
+                line = f"step {record['step']} of {record['steps']}: {told_of(record)}"
+                self._console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+def told_of(record: Record) -> str:
+    """What a step's record says, in a few words."""
+    facts = [f"{name} {float(record[name]):.4f}" for name in TOLD if record.get(name) is not None]
+    rate = float(record.get("tokens/s") or 0)
+    return "  ".join([*facts, *([f"{rate:.0f} tokens/s"] if rate else [])])

@@ -1,0 +1,98 @@
+"""What a person is told of an offline stage: while it runs, and when it is over."""
+
+import json
+
+import pytest
+import yaml
+from rich.console import Console
+
+from launch.history import History
+from launch.offline import ProgressLine, is_finished, read_stage
+from launch.report import write_report
+from learner.offline.config import OfflineLearnerConfig
+
+
+@pytest.fixture
+def run_dir(tmp_path):
+    """A stage's folder after 3 of 3 steps, held-out rows before and after."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+    config = {"name": "made", "stage": {"kind": "dpo"}, "learner": {"steps": 3}}
+    (folder / "config.yaml").write_text(yaml.safe_dump(config))
+    made = {"loss": 0.4, "accuracy": 0.5, "examples": 7, "tokens": 90, "left_out/too_long": 1}
+    rows = [{"step": s, "steps": 3, "time/step": 2.0, "tokens/s": 50.0, "time": s + 1} for s in range(4)]
+    for row in rows[1:]:
+        row |= made
+    rows[0] |= {"eval/loss": 0.69, "eval/accuracy": 0.5}
+    rows[3] |= {"eval/loss": 0.39, "eval/accuracy": 0.8}
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+def history(folder):
+    found = History(folder)
+    found.refresh()
+    return found
+
+
+def test_the_report_has_before_and_after_and_the_pictures(run_dir):
+    summary = write_report(run_dir)
+    text = summary.text()
+    for told in ("made (dpo)", "3 of 3 in 8 s", "0.5000 → 0.8000", "21, 270 trained tokens", "3 too_long"):
+        assert told in text
+    assert sorted(p.name for p in (run_dir / "report").iterdir()) == [
+        "accuracy.png", "loss.png", "summary.json", "summary.md",
+    ]  # fmt: skip
+    assert json.loads((run_dir / "report" / "summary.json").read_text())["finished"] is True
+    assert "![loss](loss.png)" in (run_dir / "report" / "summary.md").read_text()
+
+
+def test_a_stage_is_finished_when_its_steps_are_made_and_the_model_is_there(run_dir):
+    learner = OfflineLearnerConfig(steps=3)
+    assert not is_finished(run_dir, history(run_dir), learner)
+    (run_dir / "model").mkdir()
+    (run_dir / "model" / "config.json").write_text("{}")
+    assert is_finished(run_dir, history(run_dir), learner)
+    assert is_finished(run_dir, history(run_dir), OfflineLearnerConfig())
+    assert not is_finished(run_dir, history(run_dir), OfflineLearnerConfig(steps=4))
+
+
+def test_without_a_terminal_every_step_is_a_line(run_dir, capsys):
+    with ProgressLine(History(run_dir), Console()) as line:
+        line.refresh()
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 4
+    assert (
+        lines[3]
+        == "step 3 of 3: loss 0.4000  accuracy 0.5000  eval/loss 0.3900  eval/accuracy 0.8000  50 tokens/s"
+    )
+
+
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        (["data.train.path=/nowhere.jsonl"], "data.train.path=/nowhere.jsonl: no such file"),
+        (["model.path=/nowhere"], "model.path=/nowhere: no config.json in it"),
+        (["model.max_length=9999"], "model.max_length=9999: the model in"),
+        (["learner.steps=null"], "neither learner.steps nor data.epochs says when it ends"),
+        (["stage.kind=sft"], "stage.kind is sft; run it with `slipstream sft`"),
+        (["learner.processes=3", "learner.parallel.tensor=2"], "processes 3 is not a multiple"),
+    ],
+)
+def test_a_mistake_is_told_before_anything_starts(tmp_path, model_folder, overrides, told):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("{}\n")
+    config = {
+        "name": "made",
+        "run_dir": str(tmp_path / "run"),
+        "model": {"path": str(model_folder)},
+        "data": {"train": {"kind": "jsonl", "path": str(rows)}},
+        "stage": {"kind": "reward"},
+        "learner": {"steps": 3},
+    }
+    path = tmp_path / "stage.yaml"
+    path.write_text(yaml.safe_dump(config))
+    assert read_stage(path, [], "reward").learner.steps == 3
+    with pytest.raises(ValueError, match=r"stage\.yaml") as error:
+        read_stage(path, overrides, "reward")
+    assert told in str(error.value)
