@@ -175,7 +175,7 @@ def programs(tmp_path_factory):
         program.end()
 
 
-# vLLM's classes for our families (SmolLM is its Llama, Mistral loads as it does), tied and not, in both types.
+# vLLM's classes for our families (SmolLM is its Llama, Mistral loads as that); tied and not, in both types.
 CASES = [
     ("llama", True, "float32"), ("qwen3", False, "float32"),
     ("qwen2", True, "bfloat16"), ("llama", False, "bfloat16"),
