@@ -3,6 +3,8 @@
 import os
 import shlex
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
 
@@ -12,6 +14,7 @@ if TYPE_CHECKING:
     from launch.experiment import WholeExperiment
 
 EXIT_USAGE = 2
+EXIT_INTERRUPTED = 130
 UsageError: Any = typer.BadParameter.__mro__[1]
 """What typer raises for a wrong command line; it has no public name there."""
 
@@ -79,6 +82,49 @@ def learner(config: Config, overrides: Overrides = None) -> None:
     experiment = _check(config, overrides, "learner")
     command = [*torchrun(experiment.learner.processes), "learner", str(config), *(overrides or [])]
     os.execv(command[0], command)
+
+
+ModelFolder = Annotated[Path | None, typer.Option(help="Another model folder than the file's model.path.")]
+
+
+@app.command()
+def generate(
+    config: Config,
+    source: Annotated[Path, typer.Argument(metavar="PROMPTS", help="JSONL, parquet… with a prompt a row.")],
+    output: Annotated[Path, typer.Argument(metavar="OUTPUT", help="JSONL, one line a prompt, in order.")],
+    overrides: Overrides = None,
+    model: ModelFolder = None,
+    samples: Annotated[int, typer.Option(min=1, help="Completions of each prompt.")] = 1,
+    temperature: Annotated[
+        float | None, typer.Option(min=0, help="Default: rollout.sampling.temperature; 0 is greedy.")
+    ] = None,
+) -> None:
+    """Complete every prompt of a file; the same command again goes on where it was stopped."""
+    from launch import prediction
+
+    experiment = prediction.read(config, overrides or [], model)
+    with _resumable(output):
+        typer.echo(prediction.generate(experiment, source, output, samples, temperature))
+
+
+@app.command()
+def evaluate(
+    config: Config,
+    overrides: Overrides = None,
+    model: ModelFolder = None,
+    output: Annotated[
+        Path | None, typer.Option(help="Folder for results and samples; default RUN_DIR/evaluation.")
+    ] = None,
+) -> None:
+    """Sample and score a model on the experiment's eval prompts: mean reward and pass@k."""
+    from rich.console import Console
+
+    from launch import prediction
+
+    experiment = prediction.read(config, overrides or [], model)
+    folder = output or Path(experiment.run_dir) / "evaluation"
+    with _resumable(folder):
+        prediction.evaluate(experiment, folder, Console())
 
 
 @app.command()
@@ -199,6 +245,22 @@ def _offline(kind: str, config: Path, overrides: list[str] | None) -> NoReturn:
 
     experiment = read_stage(config, overrides or [], kind)
     raise typer.Exit(run_stage(experiment, shlex.join(["slipstream", *sys.argv[1:]]), Console()))
+
+
+@contextmanager
+def _resumable(output: Path) -> Iterator[None]:
+    """Ctrl-C and a failing engine leave whole lines, from which the same command goes on."""
+    from rollout.engine import CompletionFailed, EngineFailed
+
+    try:
+        yield
+    except KeyboardInterrupt:
+        typer.echo(
+            f"stopped; what was written to {output} stays, the same command goes on from there", err=True
+        )
+        raise typer.Exit(EXIT_INTERRUPTED) from None
+    except (CompletionFailed, EngineFailed) as failure:
+        fail(f"{failure}; what was written to {output} stays, the same command goes on from there")
 
 
 def _inspect(run_dir: Path) -> None:

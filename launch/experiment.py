@@ -143,6 +143,7 @@ def missing_rows(e: WholeExperiment | OfflineExperiment) -> list[str]:
 
 
 def model_folder(model: ModelConfig) -> list[str]:
+    """Why the model's folder cannot be one that is loaded, as far as its config.json tells."""
     config = Path(model.path) / "config.json"
     if not config.is_file():
         made = "; `python -m launch.demo_model` makes it" if Path(model.path) == MODEL_DIR else ""

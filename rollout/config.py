@@ -66,3 +66,13 @@ class RolloutExperiment(Experiment):
     sync: SyncConfig = SyncConfig()
     eval: EvalConfig | None = None
     logging: LoggingConfig = LoggingConfig()
+
+
+class PredictionExperiment(Experiment):
+    """What offline generation and evaluation read of an experiment file; there is neither buffer nor learner."""
+
+    model: ModelConfig
+    data: DataConfig | None = None
+    rollout: RolloutConfig = RolloutConfig()
+    eval: EvalConfig | None = None
+    logging: LoggingConfig = LoggingConfig()

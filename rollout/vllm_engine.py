@@ -92,6 +92,10 @@ class VLLMEngine:
             ) from error
         self._sink = VllmSink(self.llm)
 
+    async def freeze(self) -> None:
+        """Label the folder's own weights version 0, where no learner will publish any."""
+        await self.llm.update_weight_version("0")
+
     async def generate(self, request: Request) -> Completion:
         from vllm.inputs.engine import tokens_input
         from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError

@@ -1,0 +1,121 @@
+"""`slipstream generate` and `slipstream evaluate`, as a person sees them: progress, then what came of it."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from buffer.experiment import FilesSource, load
+from launch.experiment import model_folder
+from rollout.config import PredictionExperiment
+
+if TYPE_CHECKING:
+    from rollout.offline import Told
+
+LINE_EVERY_S = 10.0
+"""Between lines where there is no terminal."""
+
+
+def read(config: Path, overrides: list[str], model: Path | None) -> PredictionExperiment:
+    """The experiment file as offline prediction reads it.
+
+    Args:
+        config: The experiment file.
+        overrides: `section.key=value` texts.
+        model: Another folder than the file's `model.path`.
+
+    Raises:
+        ConfigError: One line per mistake.
+        ValueError: The model's folder cannot be one.
+    """
+    override = [f"model.path={model}"] if model else []
+    experiment = load(config, [*overrides, *override], PredictionExperiment)
+    faults = model_folder(experiment.model)
+    if faults:
+        raise ValueError("\n".join(f"{config}: {fault}" for fault in faults))
+    return experiment
+
+
+def generate(
+    experiment: PredictionExperiment, source: Path, output: Path, samples: int, temperature: float | None
+) -> str:
+    """Complete every prompt of a file.
+
+    Returns:
+        One line that says what was written.
+    """
+    from buffer.prompts import PromptRows  # here and below: a mistake in the file must be told at once
+    from buffer.stream import check, open_sources
+    from rollout import offline
+    from rollout.groups import SamplingPlan
+
+    sampling = experiment.rollout.sampling
+    chosen = sampling.temperature if temperature is None else temperature
+    plan = SamplingPlan(samples, chosen, sampling.max_tokens)
+    sources, _ = open_sources(FilesSource(kind="files", path=str(source)), experiment.seed, "rl", None)
+    check(sources, skip_bad_rows=False)
+    rows = PromptRows(sources)
+    with progress("generating") as told:
+        offline.generate(experiment, rows, plan, output, told)
+    return f"{output}: {len(rows)} rows, {samples} completions each"
+
+
+def evaluate(experiment: PredictionExperiment, folder: Path, console: Console) -> None:
+    """Score the model on the `eval` section's prompts, and show the results."""
+    from rollout import offline
+
+    with progress("evaluating") as told:
+        results = offline.evaluate(experiment, folder, told)
+    console.print(table_of(results))
+    target = experiment.eval.target if experiment.eval else None
+    if target is not None and "score" in results:
+        verdict = "REACHED" if results["score"] >= target else "NOT reached"
+        console.print(f"target {target:g} {verdict}")
+    console.print(f"every completion: {folder / 'samples.jsonl'}", soft_wrap=True)
+
+
+def table_of(results: dict[str, Any]) -> Table:
+    table = Table("", "", title=str(results["model"]), show_header=False)
+    for name, value in results.items():
+        if name == "model":
+            continue
+        if isinstance(value, dict):
+            for part, mean in value.items():
+                table.add_row(f"{name}/{part}", f"{mean:.4g}")
+        else:
+            table.add_row(name, f"{value:.4g}")
+    return table
+
+
+@contextmanager
+def progress(doing: str) -> Iterator["Told"]:
+    """Show rows done, completions a second and the time left: a bar on a terminal, lines elsewhere."""
+    console = Console(stderr=True)
+    started = time.monotonic()
+    completions, last_line = 0, started
+
+    def rate() -> str:
+        return f"{completions / max(1e-9, time.monotonic() - started):.1f} completions/s"
+
+    columns = (
+        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(),
+        TextColumn("{task.fields[rate]}"), TimeRemainingColumn(),
+    )  # fmt: skip
+    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
+        task = bar.add_task(doing, total=None, rate="starting the engine")
+
+        def told(number: int, total: int, line: dict[str, Any]) -> None:
+            nonlocal completions, last_line
+            completions += len(line["completions"])
+            bar.update(task, completed=number + 1, total=total, rate=rate())
+            now = time.monotonic()
+            if not console.is_terminal and (now - last_line >= LINE_EVERY_S or number + 1 == total):
+                last_line = now
+                console.print(f"{doing}: row {number + 1} of {total}, {rate()}")
+
+        yield told

@@ -1,0 +1,128 @@
+"""An engine on one folder of weights, without buffer or learner: what `slipstream generate` and `slipstream
+evaluate` run."""
+
+import json
+import os
+from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+import uvloop
+
+from buffer.prompts import fingerprint, load_rows
+from rollout.config import PredictionExperiment
+from rollout.groups import SamplingPlan
+from rollout.pass_rate import part_means, rates
+from rollout.prediction import Line, Output, Predictor, Row, predict
+from rollout.rendering import Renderer
+from rollout.reward_pool import RewardPool
+from rollout.service import load_tokenizer
+
+Told = Callable[[int, int, Line], None]
+"""Called with a row's number, how many rows there are, and the line written of it."""
+
+
+def generate(
+    experiment: PredictionExperiment, rows: Sequence[Row] | Any, plan: SamplingPlan, path: Path, told: Told
+) -> None:
+    """Write completions of every row to `path`; the same call again goes on where this one ended.
+
+    Raises:
+        ValueError: The file was made with other settings, or the model cannot be used.
+        CompletionFailed, EngineFailed: What was written stays.
+    """
+    uvloop.run(_predict(experiment, rows, plan, path, told, scored=False))
+
+
+def evaluate(experiment: PredictionExperiment, folder: Path, told: Told) -> dict[str, Any]:
+    """Sample and score the `eval` section's prompts.
+
+    Writes `samples.jsonl` (every completion with its reward) and `results.json` into the folder.
+
+    Returns:
+        What `results.json` holds: score, standard error, pass@k, parts of the reward, counts.
+
+    Raises:
+        ValueError: There is no `eval` section, or as `generate`.
+    """
+    config = experiment.eval
+    if config is None:
+        raise ValueError("evaluate: the experiment has no `eval` section; expected eval.source at least")
+    rows = load_rows(config.source, experiment.seed)
+    sampling = experiment.rollout.sampling
+    plan = SamplingPlan(config.samples, config.temperature, config.max_tokens or sampling.max_tokens)
+    path = folder / "samples.jsonl"
+    uvloop.run(_predict(experiment, rows, plan, path, told, scored=True))
+    results = {"model": experiment.model.path, **results_of(path)}
+    partial = folder / "results.json.partial"
+    partial.write_text(json.dumps(results, indent=2) + "\n")
+    os.replace(partial, folder / "results.json")
+    return results
+
+
+def results_of(path: Path) -> dict[str, Any]:
+    """Scores and counts of a file that `evaluate` wrote."""
+    with path.open(encoding="utf-8") as file:
+        lines = [json.loads(line) for line in file]
+    completions = [c for line in lines for c in line["completions"]]
+    results: dict[str, Any] = rates([[c["reward"] for c in line["completions"]] for line in lines])
+    if completions:
+        results["parts"] = part_means([c["reward_parts"] for c in completions])
+        results["mean_tokens"] = sum(c["tokens"] for c in completions) / len(completions)
+        results["cut_off"] = sum(c["finish_reason"] == "length" for c in completions) / len(completions)
+    results["refused"] = sum("refused" in line for line in lines)
+    return results
+
+
+async def _predict(
+    experiment: PredictionExperiment,
+    rows: Sequence[Row] | Any,
+    plan: SamplingPlan,
+    path: Path,
+    told: Told,
+    scored: bool,
+) -> None:
+    from rollout.vllm_engine import VLLMEngine
+
+    model, rollout = experiment.model, experiment.rollout
+    if plan.max_tokens >= model.max_length:
+        raise ValueError(
+            f"{plan.max_tokens} new tokens leave no room for a prompt in model.max_length={model.max_length}; "
+            "lower the one or raise the other"
+        )
+    system_prompt = experiment.data.system_prompt if experiment.data else None
+    renderer = Renderer(load_tokenizer(model.path), model.max_length, system_prompt)
+    output = Output(path, _settings(experiment, rows, plan, scored))
+    if output.begin() == len(rows):
+        return
+    async with AsyncExitStack() as stack:
+        rewards = RewardPool(rollout.reward) if scored else None
+        if rewards is not None:
+            stack.push_async_callback(rewards.close)
+            await rewards.start()
+        engine = VLLMEngine(model, rollout.engine, rollout.sampling.stop, experiment.seed)
+        stack.push_async_callback(engine.close)
+        await engine.start()
+        await engine.freeze()
+        predictor = Predictor(engine, renderer, plan, rewards)
+        # Twice what is decoded at a time keeps the engine full while the oldest row is waited for.
+        window = max(2, 2 * rollout.engine.max_num_seqs // plan.samples)
+        await predict(rows, output, predictor.line, window, lambda i, line: told(i, len(rows), line))
+
+
+def _settings(
+    experiment: PredictionExperiment, rows: Sequence[Row] | Any, plan: SamplingPlan, scored: bool
+) -> dict[str, Any]:
+    return {
+        "model": str(Path(experiment.model.path).resolve()),
+        "max_length": experiment.model.max_length,
+        "data": fingerprint(rows),
+        "system_prompt": experiment.data.system_prompt if experiment.data else None,
+        "samples": plan.samples,
+        "temperature": plan.temperature,
+        "max_tokens": plan.max_tokens,
+        "stop": list(experiment.rollout.sampling.stop),
+        "reward": experiment.rollout.reward.function if scored else None,
+        "seed": experiment.seed,
+    }

@@ -1,0 +1,159 @@
+"""Offline prediction: completions of many prompts into a JSONL file, in the prompts' order, resumable.
+
+Line i of the output belongs to row i of the data, so the number of whole lines in it says where a restart goes
+on. Beside the output lies `<output>.settings.json`, what its lines were made with.
+"""
+
+import asyncio
+import json
+import os
+from collections import deque
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rollout.engine import Engine, Request
+from rollout.groups import SamplingPlan, Scorer
+from rollout.rendering import PromptRefused, Renderer
+
+Row = dict[str, Any]
+Line = dict[str, Any]
+
+
+class Predictor:
+    """Samples the completions of one row, and scores them where there is a scorer.
+
+    Args:
+        engine: Started; serves one set of weights, labelled version 0.
+        renderer: Makes a prompt's token ids.
+        plan: How many completions, at which temperature, how long.
+        scorer: None leaves completions without rewards.
+    """
+
+    def __init__(self, engine: Engine, renderer: Renderer, plan: SamplingPlan, scorer: Scorer | None) -> None:
+        self._engine = engine
+        self._renderer = renderer
+        self._plan = plan
+        self._scorer = scorer
+
+    async def line(self, number: int, row: Row) -> Line:
+        """What is written of row `number`: the row, and its completions or why it has none.
+
+        Raises:
+            CompletionFailed: A completion could not be made or scored.
+            EngineFailed: The engine is gone.
+        """
+        try:
+            prompt_ids = self._renderer.render(row, self._plan.max_tokens)
+        except PromptRefused as refused:
+            return {"number": number, "row": row, "refused": str(refused), "completions": []}
+        samples = range(self._plan.samples)
+        made = await asyncio.gather(*(self._completion(f"{number}/{i}", prompt_ids, row) for i in samples))
+        return {"number": number, "row": row, "prompt_tokens": len(prompt_ids), "completions": made}
+
+    async def _completion(self, request_id: str, prompt_ids: list[int], row: Row) -> Line:
+        plan = self._plan
+        request = Request(request_id, prompt_ids, plan.max_tokens, plan.temperature, version=0)
+        completion = await self._engine.generate(request)
+        told: Line = {
+            "text": completion.text,
+            "tokens": len(completion.token_ids),
+            "finish_reason": completion.finish_reason,
+            "logprob": round(float(completion.logprobs.sum()), 6),
+        }
+        if self._scorer is not None:
+            score = await self._scorer.score(completion.text, row)
+            told |= {"reward": score.reward, "reward_parts": score.parts}
+        return told
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """The file that lines are appended to.
+
+    Args:
+        path: Made with its folders where it is missing.
+        settings: Whatever the lines depend on, plain JSON.
+    """
+
+    path: Path
+    settings: dict[str, Any]
+
+    def begin(self) -> int:
+        """How many rows are done; what a killed process left of a line is cut off.
+
+        Raises:
+            ValueError: The file was made with other settings.
+        """
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        beside = self.path.with_name(self.path.name + ".settings.json")
+        told = json.dumps(self.settings, indent=2, sort_keys=True) + "\n"
+        if not self.path.exists():
+            beside.write_text(told)
+            self.path.touch()
+            return 0
+        if not beside.exists() or beside.read_text() != told:
+            raise ValueError(
+                f"{self.path}: holds lines made with other settings (see {beside.name}); remove both files or "
+                "write to another"
+            )
+        return _cut_to_whole_lines(self.path)
+
+
+def _cut_to_whole_lines(path: Path) -> int:
+    lines = end = at = 0
+    with path.open("r+b") as file:
+        while block := file.read(1 << 20):
+            lines += block.count(b"\n")
+            last = block.rfind(b"\n")
+            end = at + last + 1 if last >= 0 else end
+            at += len(block)
+        file.truncate(end)
+    return lines
+
+
+async def predict(
+    rows: Sequence[Row] | Any,
+    output: Output,
+    make: Callable[[int, Row], Awaitable[Line]],
+    window: int,
+    told: Callable[[int, Line], None] = lambda number, line: None,
+) -> None:
+    """Write the lines of all rows that are not done yet.
+
+    Consumes: rows, by number.
+    Waits for: the oldest row in hand; up to `window` rows are in hand, and what is finished out of turn waits
+        for its place in the file.
+    Unblocked by: the engine; a cancelled call leaves whole lines, from which the next one goes on.
+
+    Args:
+        rows: Anything with a length, and a row at each number.
+        output: Where lines go.
+        make: The line of a row, such as `Predictor.line`.
+        window: Rows in hand.
+        told: Called with each line once it is written.
+
+    Raises:
+        ValueError: The output was made with other settings.
+        CompletionFailed, EngineFailed: From `make`.
+    """
+    first = output.begin()
+    pending: deque[tuple[int, asyncio.Future[Line]]] = deque()
+    following = first
+    try:
+        with output.path.open("a", encoding="utf-8") as file:
+            while pending or following < len(rows):
+                while following < len(rows) and len(pending) < window:
+                    pending.append((following, asyncio.ensure_future(make(following, rows[following]))))
+                    following += 1
+                number, line = pending[0][0], await pending[0][1]
+                pending.popleft()
+                file.write(json.dumps(line, ensure_ascii=False) + "\n")
+                file.flush()
+                told(number, line)
+            os.fsync(file.fileno())
+    finally:
+        for _, future in pending:
+            future.cancel()
+        await asyncio.gather(*(future for _, future in pending), return_exceptions=True)

@@ -1,0 +1,106 @@
+"""Offline prediction over a scripted engine: order, resuming, refused rows, settings."""
+
+import asyncio
+import json
+
+import pytest
+
+from rollout.engine import CompletionFailed
+from rollout.groups import SamplingPlan
+from rollout.prediction import Output, Predictor, predict
+from rollout.rendering import PromptRefused
+from rollout.reward_pool import Score
+from rollout.scripted import ScriptedEngine, plain_completion
+
+ROWS = [{"prompt": f"p{i}", "answer": i} for i in range(9)]
+
+
+def lines_of(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def output(path, **settings):
+    return Output(path, {"model": "m"} | settings)
+
+
+async def upside_down(number, row):
+    """The later the row, the sooner it is done."""
+    await asyncio.sleep(0.01 * (len(ROWS) - number))
+    return {"number": number, "row": row, "completions": []}
+
+
+def test_lines_are_in_the_rows_order_and_never_more_in_hand_than_the_window(tmp_path):
+    in_hand, most = set(), []
+
+    async def make(number, row):
+        in_hand.add(number)
+        most.append(len(in_hand))
+        return await upside_down(number, row)
+
+    def written(number, line):
+        in_hand.remove(number)
+        assert lines_of(tmp_path / "out.jsonl")[-1] == line
+
+    asyncio.run(predict(ROWS, output(tmp_path / "out.jsonl"), make, 3, written))
+    assert [line["number"] for line in lines_of(tmp_path / "out.jsonl")] == list(range(9))
+    assert max(most) == 3
+
+
+def test_a_restart_makes_only_what_is_missing_also_behind_half_a_line(tmp_path):
+    path = tmp_path / "out.jsonl"
+
+    async def fails_at_5(number, row):
+        if number == 5:
+            raise CompletionFailed("engine", "as the test wants")
+        return await upside_down(number, row)
+
+    with pytest.raises(CompletionFailed):
+        asyncio.run(predict(ROWS, output(path), fails_at_5, 2))
+    assert len(lines_of(path)) == 5
+    with path.open("a") as file:
+        file.write('{"number": 5, "ro')  # as a kill in the middle of a write leaves it
+    made = []
+
+    async def make(number, row):
+        made.append(number)
+        return await upside_down(number, row)
+
+    asyncio.run(predict(ROWS, output(path), make, 2))
+    assert made == [5, 6, 7, 8]
+    assert [line["number"] for line in lines_of(path)] == list(range(9))
+
+
+def test_lines_of_other_settings_are_not_continued(tmp_path):
+    path = tmp_path / "out.jsonl"
+    asyncio.run(predict(ROWS, output(path), upside_down, 2))
+    with pytest.raises(ValueError, match=r"out\.jsonl: holds lines made with other settings"):
+        output(path, model="another").begin()
+    assert output(path).begin() == len(ROWS)
+
+
+def test_a_row_that_cannot_be_rendered_gets_its_reason_and_no_completions(tmp_path):
+    class Renderer:
+        def render(self, row, max_tokens):
+            if row["answer"] == 1:
+                raise PromptRefused("too_long", "9 tokens")
+            return [1, 2, 3]
+
+    class Rewards:
+        async def score(self, text, row):
+            return Score(float(row["answer"]), {"right": float(row["answer"])})
+
+    async def go():
+        engine = ScriptedEngine(plain_completion)
+        await engine.start()
+        predictor = Predictor(engine, Renderer(), SamplingPlan(2, 0.7, 8), Rewards())
+        await predict(ROWS[:3], output(tmp_path / "out.jsonl"), predictor.line, 4)
+        return engine.requests
+
+    requests = asyncio.run(go())
+    lines = lines_of(tmp_path / "out.jsonl")
+    assert lines[1]["refused"] == "too_long: 9 tokens"
+    assert lines[1]["completions"] == []
+    expected = {"text": "7", "tokens": 4, "finish_reason": "stop", "logprob": -2.0}
+    assert lines[2]["completions"] == 2 * [expected | {"reward": 2.0, "reward_parts": {"right": 2.0}}]
+    assert {(r.temperature, r.max_tokens, r.version) for r in requests} == {(0.7, 8, 0)}
+    assert len({r.request_id for r in requests}) == 4
