@@ -6,6 +6,7 @@ typo is told at once.
 """
 
 import difflib
+from collections.abc import Sequence
 from functools import reduce
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
@@ -155,10 +156,10 @@ class Experiment(Section):
     seed: int = 1
 
 
-E_ = TypeVar("E_", bound=Experiment)
+S_ = TypeVar("S_", bound=Section)
 
 
-def load(path: str | Path, overrides: list[str], schema: type[E_]) -> E_:
+def load(path: str | Path, overrides: list[str], schema: type[S_], sections: Sequence[str] = SECTIONS) -> S_:
     """Read an experiment file.
 
     Args:
@@ -166,14 +167,15 @@ def load(path: str | Path, overrides: list[str], schema: type[E_]) -> E_:
             (a section whose `kind` changes takes nothing from under it).
         overrides: `section.key=value` texts, in OmegaConf's dotlist syntax; they win over the file.
         schema: The sections to check; known sections that it lacks are left unread.
+        sections: The top-level keys that are known.
 
     Raises:
         ConfigError: One line per mistake: file, key, what was expected.
     """
     merged = _merge(Path(path), overrides)
     for key in merged:
-        if key not in SECTIONS:
-            raise ConfigError(f"{path}: {key}: unknown section{_nearest(str(key), SECTIONS)}")
+        if key not in sections:
+            raise ConfigError(f"{path}: {key}: unknown section{_nearest(str(key), sections)}")
     wanted = {key: merged[key] for key in schema.model_fields if key in merged}
     try:
         return schema.model_validate(wanted)

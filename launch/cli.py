@@ -84,6 +84,21 @@ def learner(config: Config, overrides: Overrides = None) -> None:
     os.execv(command[0], command)
 
 
+@app.command()
+def pipeline(
+    config: Annotated[Path, typer.Argument(metavar="PIPELINE", help="The pipeline's YAML file.")],
+    overrides: Overrides = None,
+) -> None:
+    """Run stages one after the other, such as SFT, reward model and RL; the same command again resumes."""
+    from rich.console import Console
+
+    from launch import pipeline
+
+    stages = pipeline.read(config, overrides or [])
+    command = shlex.join(["slipstream", *sys.argv[1:]])
+    raise typer.Exit(pipeline.run(stages, command, Console()))
+
+
 ModelFolder = Annotated[Path | None, typer.Option(help="Another model folder than the file's model.path.")]
 
 

@@ -1,0 +1,151 @@
+"""`slipstream pipeline`: stages one after the other, such as SFT, then a reward model, then RL.
+
+Consumes: a pipeline file. Waits for: each stage's own command, which resumes by itself. Unblocked by: the
+stage's end; the first that does not end well ends the pipeline, and the same command goes on with that stage.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field, field_validator
+from rich.console import Console
+
+from buffer.experiment import ConfigError, Section, load
+
+REFERENCE_HELP = "{name} of an earlier stage stands for the model folder that stage writes"
+
+
+class StageConfig(Section):
+    name: str = Field(pattern=r"^[\w-]+$")
+    command: Literal["sft", "reward", "dpo", "run", "evaluate"]
+    config: str
+    """The stage's experiment file, relative to the pipeline's."""
+    overrides: dict[str, Any] = Field(default_factory=dict)
+    """Of the experiment file, `section.key: value`; `{sft}` in a text is the folder of the model that the earlier
+    stage `sft` wrote."""
+
+
+class PipelineConfig(Section):
+    name: str
+    run_dir: str
+    """Each stage's run folder is `run_dir/<stage>`."""
+    stages: tuple[StageConfig, ...] = Field(min_length=1)
+
+    @field_validator("stages")
+    @classmethod
+    def _differ(cls, stages: tuple[StageConfig, ...]) -> tuple[StageConfig, ...]:
+        names = [stage.name for stage in stages]
+        if len(set(names)) < len(names):
+            raise ValueError(f"two stages have the same name, of {', '.join(names)}")
+        return stages
+
+
+class Stage:
+    """One stage as it will be started."""
+
+    def __init__(self, pipeline: PipelineConfig, number: int, folder: Path) -> None:
+        self.config = pipeline.stages[number]
+        self.run_dir = Path(pipeline.run_dir) / self.config.name
+        self.model = self.run_dir / "model"
+        self.file = folder / self.config.config
+        earlier = {s.name: Path(pipeline.run_dir) / s.name / "model" for s in pipeline.stages[:number]}
+        settings = {"name": f"{pipeline.name}-{self.config.name}", "run_dir": str(self.run_dir)}
+        settings |= {
+            key: _filled(value, earlier, self.config.name) for key, value in self.config.overrides.items()
+        }
+        self.overrides = [f"{key}={json.dumps(value)}" for key, value in settings.items()]
+
+    @property
+    def command(self) -> list[str]:
+        return [sys.executable, "-m", "launch.cli", self.config.command, str(self.file), *self.overrides]
+
+    def check(self) -> None:
+        """Read its experiment file as its command will; models that earlier stages write need not exist yet.
+
+        Raises:
+            ConfigError: One line per mistake.
+        """
+        from learner.offline.config import OfflineExperiment
+
+        from launch.experiment import WholeExperiment  # each imports its package's configs
+        from rollout.config import PredictionExperiment
+
+        schemas = {"run": WholeExperiment, "evaluate": PredictionExperiment}
+        load(self.file, self.overrides, schemas.get(self.config.command, OfflineExperiment))
+
+
+def read(path: Path, overrides: list[str]) -> list[Stage]:
+    """The stages of a pipeline file, each checked.
+
+    Raises:
+        ConfigError: One line per mistake, of any stage, before the first one starts.
+    """
+    pipeline = load(path, overrides, PipelineConfig, tuple(PipelineConfig.model_fields))
+    stages = [Stage(pipeline, number, path.parent) for number in range(len(pipeline.stages))]
+    faults: list[str] = []
+    for stage in stages:
+        try:
+            stage.check()
+        except ConfigError as error:
+            faults += [f"{path}: stage {stage.config.name}: {line}" for line in str(error).splitlines()]
+    if faults:
+        raise ConfigError("\n".join(faults))
+    return stages
+
+
+def run(stages: list[Stage], command: str, console: Console) -> int:
+    """Run the stages in order; those that are finished say so at once.
+
+    Args:
+        stages: Checked already.
+        command: What the user typed; the same again resumes.
+        console: Where to tell which stage it is.
+
+    Returns:
+        The exit code: 0, or that of the stage that did not end well.
+    """
+    for number, stage in enumerate(stages, 1):
+        console.rule(f"stage {number} of {len(stages)}: {stage.config.name}")
+        code = _run(stage.command)
+        if code:
+            console.print(f"stage {stage.config.name} is not finished; `{command}` goes on with it")
+            return code
+    return 0
+
+
+def _run(command: list[str]) -> int:
+    """Run one command in front and wait for its end, whatever signal comes."""
+    with subprocess.Popen(command) as child:
+        # A terminal sends Ctrl-C to parent and child alike; SIGTERM comes here alone.
+        handlers: dict[int, Any] = {
+            signal.SIGINT: lambda *_: None,
+            signal.SIGTERM: lambda *_: child.terminate(),
+        }
+        before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+        try:
+            code = child.wait()
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+    return code if code >= 0 else 128 - code
+
+
+def _filled(value: Any, models: dict[str, Path], stage: str) -> Any:
+    if isinstance(value, dict):
+        return {key: _filled(v, models, stage) for key, v in value.items()}
+    if isinstance(value, list):
+        return [_filled(v, models, stage) for v in value]
+    if not isinstance(value, str):
+        return value
+    try:
+        return value.format_map({name: os.fspath(path) for name, path in models.items()})
+    except (KeyError, ValueError, IndexError) as error:
+        raise ConfigError(
+            f"stage {stage}: overrides: {value!r}: {error}: {REFERENCE_HELP}; earlier stages: "
+            f"{', '.join(models) or 'none'}"
+        ) from None

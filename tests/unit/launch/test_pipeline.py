@@ -1,0 +1,83 @@
+"""A pipeline's file, and the order and ends of its stages; the stages' commands are scripts here."""
+
+import sys
+
+import pytest
+from rich.console import Console
+
+from buffer.experiment import ConfigError
+from launch import pipeline
+
+PIPELINE = """
+name: chat
+run_dir: {run_dir}
+stages:
+  - {{name: first, command: run, config: experiment.yaml}}
+  - name: second
+    command: run
+    config: experiment.yaml
+    overrides: {{model.path: "{{first}}", learner.steps: 7}}
+"""
+
+
+@pytest.fixture
+def pipeline_file(config_file, tmp_path):
+    path = config_file.parent / "pipeline.yaml"
+    path.write_text(PIPELINE.format(run_dir=tmp_path / "all").replace("experiment.yaml", config_file.name))
+    return path
+
+
+def test_a_stage_starts_from_the_model_that_an_earlier_one_writes(pipeline_file, tmp_path):
+    first, second = pipeline.read(pipeline_file, [])
+    assert first.run_dir == tmp_path / "all" / "first"
+    assert f'model.path="{tmp_path}/all/first/model"' in second.overrides
+    assert "learner.steps=7" in second.overrides
+    assert 'name="chat-second"' in second.overrides
+    assert second.command[1:4] == ["-m", "launch.cli", "run"]
+
+
+def test_every_stage_is_checked_before_the_first_one_starts(pipeline_file):
+    text = pipeline_file.read_text()
+    pipeline_file.write_text(text.replace("learner.steps: 7", "learner.stepz: 7"))
+    with pytest.raises(ConfigError, match=r"stage second: .*learner\.stepz: unknown key; did you mean steps"):
+        pipeline.read(pipeline_file, [])
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "reason"),
+    [
+        ("{first}", "{secnd}", r"stage second: overrides: '\{secnd\}': .*earlier stages: first"),
+        ("name: second", "name: first", "two stages have the same name"),
+        ("command: run", "command: walk", "stages.0.command"),
+        ("stages:", "stagez:", "stagez: unknown section; did you mean stages"),
+    ],
+)
+def test_a_mistake_in_the_pipeline_is_one_line(pipeline_file, old, new, reason):
+    pipeline_file.write_text(pipeline_file.read_text().replace(old, new, 1))
+    with pytest.raises(ConfigError, match=reason):
+        pipeline.read(pipeline_file, [])
+
+
+class Scripted:
+    """A stage whose command notes that it ran and ends with a code."""
+
+    def __init__(self, name, log, code):
+        self.config = type("Config", (), {"name": name})
+        told = f"open({str(log)!r}, 'a').write({name!r} + ' '); raise SystemExit({code})"
+        self.command = [sys.executable, "-c", told]
+
+
+@pytest.mark.parametrize(("codes", "ran", "code"), [((0, 0), "a b ", 0), ((3, 0), "a ", 3)])
+def test_a_stage_that_does_not_end_well_ends_the_pipeline(tmp_path, capsys, codes, ran, code):
+    log = tmp_path / "log"
+    stages = [Scripted(name, log, code) for name, code in zip("ab", codes, strict=True)]
+    assert pipeline.run(stages, "slipstream pipeline p.yaml", Console()) == code
+    assert log.read_text() == ran
+    told = capsys.readouterr().out
+    assert ("stage a is not finished; `slipstream pipeline p.yaml` goes on with it" in told) == (code != 0)
+
+
+def test_a_killed_stage_is_told_by_its_signal(tmp_path):
+    stage = Scripted("a", tmp_path / "log", 0)
+    stage.command = [sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"]
+    assert pipeline.run([stage], "again", Console()) == 128 + 9
