@@ -270,12 +270,10 @@ def _resumable(output: Path) -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        typer.echo(
-            f"stopped; what was written to {output} stays, the same command goes on from there", err=True
-        )
+        typer.echo(f"stopped; {output} keeps what was written, the same command goes on from there", err=True)
         raise typer.Exit(EXIT_INTERRUPTED) from None
     except (CompletionFailed, EngineFailed) as failure:
-        fail(f"{failure}; what was written to {output} stays, the same command goes on from there")
+        fail(f"{failure}; {output} keeps what was written, the same command goes on from there")
 
 
 def _inspect(run_dir: Path) -> None:

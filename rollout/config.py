@@ -69,7 +69,7 @@ class RolloutExperiment(Experiment):
 
 
 class PredictionExperiment(Experiment):
-    """What offline generation and evaluation read of an experiment file; there is neither buffer nor learner."""
+    """What offline generation and evaluation read of an experiment file: no buffer, no learner."""
 
     model: ModelConfig
     data: DataConfig | None = None

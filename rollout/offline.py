@@ -88,8 +88,8 @@ async def _predict(
     model, rollout = experiment.model, experiment.rollout
     if plan.max_tokens >= model.max_length:
         raise ValueError(
-            f"{plan.max_tokens} new tokens leave no room for a prompt in model.max_length={model.max_length}; "
-            "lower the one or raise the other"
+            f"{plan.max_tokens} new tokens leave no room for a prompt in model.max_length="
+            f"{model.max_length}; lower the one or raise the other"
         )
     system_prompt = experiment.data.system_prompt if experiment.data else None
     renderer = Renderer(load_tokenizer(model.path), model.max_length, system_prompt)

@@ -1,7 +1,7 @@
 """Offline prediction: completions of many prompts into a JSONL file, in the prompts' order, resumable.
 
-Line i of the output belongs to row i of the data, so the number of whole lines in it says where a restart goes
-on. Beside the output lies `<output>.settings.json`, what its lines were made with.
+Line i of the output belongs to row i of the data, so the number of whole lines in it says where a restart
+goes on. Beside the output lies `<output>.settings.json`, what its lines were made with.
 """
 
 import asyncio
@@ -95,8 +95,8 @@ class Output:
             return 0
         if not beside.exists() or beside.read_text() != told:
             raise ValueError(
-                f"{self.path}: holds lines made with other settings (see {beside.name}); remove both files or "
-                "write to another"
+                f"{self.path}: holds lines made with other settings (see {beside.name}); remove both "
+                "files or write to another"
             )
         return _cut_to_whole_lines(self.path)
 
