@@ -26,8 +26,8 @@ class StageConfig(Section):
     config: str
     """The stage's experiment file, relative to the pipeline's."""
     overrides: dict[str, Any] = Field(default_factory=dict)
-    """Of the experiment file, `section.key: value`; `{sft}` in a text is the folder of the model that the earlier
-    stage `sft` wrote."""
+    """Of the experiment file, `section.key: value`; `{sft}` in a text is the folder of the model that the
+    earlier stage `sft` wrote."""
 
 
 class PipelineConfig(Section):
