@@ -1,0 +1,80 @@
+"""`slipstream generate` and `slipstream evaluate` on the real vLLM."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+
+SLIPSTREAM = str(Path(sys.executable).parent / "slipstream")
+
+
+def lines_of(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def greedy_tokens(model, prompt: list[int], count: int) -> list[int]:
+    with torch.no_grad():
+        out = model.generate(torch.tensor([prompt]), max_new_tokens=count, do_sample=False, pad_token_id=0)
+    return out[0, len(prompt) :].tolist()
+
+
+def test_generation_goes_on_where_it_was_interrupted_and_is_the_models_own(make_experiment, made_model):
+    folder = make_experiment("generate")
+    rows = [{"prompt": f"t{3 + i % 50} t{4 + i // 50}", "number": i} for i in range(600)]
+    (folder / "many.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    output = folder / "out" / "answers.jsonl"
+    command = [SLIPSTREAM, "generate", "experiment.yaml", "many.jsonl", str(output), "--temperature", "0"]
+    first = subprocess.Popen(command, cwd=folder, stderr=subprocess.PIPE, text=True)
+    while len(lines_of(output)) < 20:
+        assert first.poll() is None, first.communicate()[1]
+        time.sleep(0.01)
+    first.send_signal(signal.SIGINT)
+    _, told = first.communicate(timeout=60)
+    assert first.returncode == 130, told
+    assert "the same command goes on from there" in told
+    done = output.read_text()
+    assert 20 <= done.count("\n") < 600
+
+    again = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=200)
+    assert again.returncode == 0, again.stderr
+    assert "600 rows" in again.stdout
+    assert output.read_text().startswith(done), "what was written is not made again"
+    lines = lines_of(output)
+    assert [line["number"] for line in lines] == [line["row"]["number"] for line in lines] == list(range(600))
+    model = AutoModelForCausalLM.from_pretrained(made_model)
+    for line in lines[::60]:
+        prompt = [int(word[1:]) for word in line["row"]["prompt"].split()]
+        expected = greedy_tokens(model, prompt, 12)
+        (completion,) = line["completions"]
+        assert completion["tokens"] == len(expected)
+        assert completion["text"].split() == [f"t{i}" for i in expected if i > 2]
+
+    other = subprocess.run([*command, "model.max_length=48"], cwd=folder, capture_output=True, text=True)
+    assert other.returncode == 2
+    assert "holds lines made with other settings" in other.stderr
+    assert len(other.stderr.splitlines()) == 1
+
+
+def test_evaluation_keeps_samples_and_tells_score_and_pass_rate(make_experiment):
+    folder = make_experiment("evaluate", eval={"samples": 4, "target": 0.9})
+    run = subprocess.run(
+        [SLIPSTREAM, "evaluate", "experiment.yaml"], cwd=folder, capture_output=True, text=True, timeout=200
+    )
+    assert run.returncode == 0, run.stderr
+    assert "target 0.9 NOT reached" in run.stdout
+    results = json.loads((folder / "run/evaluation/results.json").read_text())
+    samples = lines_of(folder / "run/evaluation/samples.jsonl")
+    rewards = [c["reward"] for line in samples for c in line["completions"]]
+    assert results["prompts"] == len(samples) == 40
+    assert results["completions"] == len(rewards) == 160
+    assert results["score"] == pytest.approx(sum(rewards) / len(rewards))
+    assert 0.3 < results["score"] < 0.7, "an untrained model's words are even half of the time"
+    assert results["pass@1"] <= results["pass@4"]
