@@ -70,9 +70,8 @@ class Stage:
         Raises:
             ConfigError: One line per mistake.
         """
+        from launch.experiment import WholeExperiment
         from learner.offline.config import OfflineExperiment
-
-        from launch.experiment import WholeExperiment  # each imports its package's configs
         from rollout.config import PredictionExperiment
 
         schemas = {"run": WholeExperiment, "evaluate": PredictionExperiment}

@@ -11,11 +11,11 @@ from typing import Any
 import uvloop
 
 from buffer.prompts import fingerprint, load_rows
+from buffer.rendering import Renderer
 from rollout.config import PredictionExperiment
 from rollout.groups import SamplingPlan
 from rollout.pass_rate import part_means, rates
 from rollout.prediction import Line, Output, Predictor, Row, predict
-from rollout.rendering import Renderer
 from rollout.reward_pool import RewardPool
 from rollout.service import load_tokenizer
 

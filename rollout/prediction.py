@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from buffer.rendering import PromptRefused, Renderer
 from rollout.engine import Engine, Request
 from rollout.groups import SamplingPlan, Scorer
-from rollout.rendering import PromptRefused, Renderer
 
 Row = dict[str, Any]
 Line = dict[str, Any]

@@ -5,10 +5,10 @@ import json
 
 import pytest
 
+from buffer.rendering import PromptRefused
 from rollout.engine import CompletionFailed
 from rollout.groups import SamplingPlan
 from rollout.prediction import Output, Predictor, predict
-from rollout.rendering import PromptRefused
 from rollout.reward_pool import Score
 from rollout.scripted import ScriptedEngine, plain_completion
 
