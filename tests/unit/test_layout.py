@@ -11,6 +11,7 @@ import pytest
 
 from buffer.experiment import load
 from launch.experiment import WholeExperiment
+from launch.pipeline import PipelineConfig
 from learner.offline.config import OfflineExperiment
 
 HOME = Path(__file__).parents[2]
@@ -75,7 +76,11 @@ def test_no_other_distribution_claims_our_names():
 
 @pytest.mark.parametrize("path", sorted((HOME / "configs").glob("**/*.yaml")), ids=lambda p: p.stem)
 def test_every_config_is_an_experiment(path):
-    schema = OfflineExperiment if "\nstage:" in path.read_text() else WholeExperiment
+    text = path.read_text()
+    if "\nstages:" in text:
+        assert load(path, [], PipelineConfig, tuple(PipelineConfig.model_fields)).name == path.stem
+        return
+    schema = OfflineExperiment if "\nstage:" in text else WholeExperiment
     assert load(path, [], schema).name == path.stem
 
 

@@ -1,6 +1,7 @@
 """A pipeline's file, and the order and ends of its stages; the stages' commands are scripts here."""
 
 import sys
+from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -81,3 +82,9 @@ def test_a_killed_stage_is_told_by_its_signal(tmp_path):
     stage = Scripted("a", tmp_path / "log", 0)
     stage.command = [sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"]
     assert pipeline.run([stage], "again", Console()) == 128 + 9
+
+
+def test_the_example_is_whole():
+    stages = pipeline.read(Path(__file__).parents[3] / "configs/pipeline.yaml", [])
+    assert [stage.config.name for stage in stages] == ["sft", "rl", "scores"]
+    assert 'model.path="runs/pipeline/rl/model"' in stages[2].overrides
