@@ -2,6 +2,7 @@
 
 import os
 import shlex
+import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -267,6 +268,8 @@ def _resumable(output: Path) -> Iterator[None]:
     """Ctrl-C and a failing engine leave whole lines, from which the same command goes on."""
     from rollout.engine import CompletionFailed, EngineFailed
 
+    # A shell that starts a command in the background has it ignore the signal.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         yield
     except KeyboardInterrupt:
