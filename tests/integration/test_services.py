@@ -17,7 +17,7 @@ import pytest
 
 from buffer.inspection import inspect
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 HOME = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent
@@ -61,7 +61,7 @@ class Services:
     def log(self, name: str) -> str:
         return (self.folder / f"{name}.log").read_text(errors="replace")
 
-    def until(self, condition: Callable[[], bool], timeout_s: float = 150) -> None:
+    def until(self, condition: Callable[[], bool], timeout_s: float = 300) -> None:
         deadline = time.monotonic() + timeout_s
         while not condition():
             told = "\n".join(f"== {name}\n{self.log(name)[-1500:]}" for name in self.running)
