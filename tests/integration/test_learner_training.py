@@ -1,18 +1,14 @@
 """Real Megatron over gloo: all layouts give the same numbers, and a killed learner goes on exactly.
 
-Starting processes takes most of the time, so all runs of a world size share them (`scripted_learner.py`).
+Starting processes takes most of the time, so all runs of a world size share them (`learner_runs.py`).
 """
 
-import json
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-import yaml
+from learner_runs import STEPS, Run, assert_same, continued, learn, make_model
 from safetensors.torch import load_file
 
 from learner import conversion
@@ -20,12 +16,6 @@ from learner.config import ParallelConfig
 
 pytestmark = pytest.mark.slow
 
-PROGRAM = Path(__file__).with_name("scripted_learner.py")
-STEPS = 4
-COMPARED = (
-    *("loss", "grad_norm", "rho/mean", "ess", "kl/k3", "entropy", "staleness/mean"),
-    *("reward/mean", "reward_parts/drawn", "reward_parts/rare"),
-)
 SEVERAL_UPDATES = {
     "updates_per_batch": 2,
     "algorithm": {
@@ -37,114 +27,9 @@ SEVERAL_UPDATES = {
 }
 
 
-class Run:
-    """One run's folder: what it is to do, and what it did."""
-
-    def __init__(self, folder: Path, model: Path, *, options=None, dtype="float32", **learner) -> None:
-        self.folder = folder
-        self.options = options or {}
-        layout = {"tensor": 1, "pipeline": 1, "distributed_optimizer": False, **learner.pop("layout", {})}
-        checkpoint = {"every": 2, "keep": 2, "export": False, **learner.pop("checkpoint", {})}
-        self.experiment = {
-            "name": "scripted",
-            "run_dir": str(folder / "run"),
-            "model": {"path": str(model), "dtype": dtype, "max_length": 64},
-            "buffer": {"groups_per_batch": 6},
-            "rollout": {"group_size": 4},
-            "learner": {
-                "steps": STEPS,
-                "tokens_per_microbatch": 64,
-                "threads": 1,
-                "processes": layout["tensor"] * layout["pipeline"],
-                "parallel": layout,
-                # Gradient norms are about 0.7, so that every step is clipped; the last one moves weights too,
-                # so that whatever a resume at step 3 loses shows.
-                "optimizer": {
-                    "lr": 1e-2,
-                    "min_lr": 5e-3,
-                    "weight_decay": 0.1,
-                    "schedule": "linear",
-                    "warmup_steps": 2,
-                    "clip_grad": 0.4,
-                },
-                "checkpoint": checkpoint,
-                **learner,
-            },
-            "logging": {"tensorboard": False, "samples_every": 2},
-        }
-
-    def job(self):
-        self.folder.mkdir(parents=True, exist_ok=True)
-        config = self.folder / "config.yaml"
-        config.write_text(yaml.safe_dump(self.experiment))
-        return {"config": str(config), "out": str(self.folder / "out"), "options": self.options}
-
-    @property
-    def rows(self):
-        return [json.loads(line) for line in (self.folder / "run/metrics.jsonl").read_text().splitlines()]
-
-    @property
-    def weights(self):
-        return load_file(self.folder / "out/published.safetensors")
-
-    @property
-    def log(self):
-        return (self.folder / "out/log-0.txt").read_text()
-
-    def told(self, what):
-        lines = (self.folder / "out/told.jsonl").read_text().splitlines()
-        return [number for name, number in map(json.loads, lines) if name == what]
-
-
-def learn(ranks: int, runs: list[Run], killed: bool = False) -> None:
-    """Make the runs one after the other in one start of so many processes."""
-    jobs = runs[0].folder / f"jobs-{len(runs)}.json"
-    described = [run.job() for run in runs]
-    jobs.write_text(json.dumps(described))
-    start = [sys.executable]
-    if ranks > 1:
-        start += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    done = subprocess.run(
-        [*start, str(PROGRAM), str(jobs)],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert (done.returncode != 0) == killed, done.stdout[-6000:]
-
-
-def assert_same(got: Run, expected: Run, rel: float) -> None:
-    assert [r["step"] for r in got.rows] == [r["step"] for r in expected.rows]
-    for one, two in zip(got.rows, expected.rows, strict=True):
-        for key in COMPARED:
-            assert one[key] == pytest.approx(two[key], rel=rel, abs=rel / 10), (one["step"], key)
-    for name, tensor in expected.weights.items():
-        assert torch.allclose(got.weights[name], tensor, rtol=rel, atol=rel), name
-
-
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    """A made Llama with 4 heads, 2 of them for keys and values, so that it splits in two every way."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=128,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
-        tie_word_embeddings=True,
-        dtype="float32",
-    )
-    path = tmp_path_factory.mktemp("model")
-    LlamaForCausalLM(config).save_pretrained(path)
-    return path
+    return make_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")
@@ -156,13 +41,6 @@ def killed(model, tmp_path_factory):
     learn(1, [alone], killed=True)
     learn(2, [shard], killed=True)
     return {"alone": alone, "shard": shard}
-
-
-def continued(run: Run, model: Path, name: str, **settings) -> Run:
-    """A copy of a killed run's folder, to be gone on with."""
-    folder = run.folder.with_name(name)
-    shutil.copytree(run.folder, folder)
-    return Run(folder, model, **settings)
 
 
 def from_step_two(run: Run) -> Run:
