@@ -127,6 +127,8 @@ def read(path: str | Path, overrides: list[str], services: Iterable[str] = SERVI
         reasons += model_folder(experiment.model)
     if "learner" in services:
         reasons += _checkpoint(experiment.learner.init_from)
+        if experiment.learner.value is not None:
+            reasons += model_folder(experiment.model, "learner.value.path", experiment.learner.value.path)
     if reasons:
         raise ConfigError("\n".join(f"{path}: {reason}" for reason in reasons))
     return experiment
@@ -142,19 +144,20 @@ def missing_rows(e: WholeExperiment | OfflineExperiment) -> list[str]:
     ]
 
 
-def model_folder(model: ModelConfig) -> list[str]:
-    """Why the model's folder cannot be one that is loaded, as far as its config.json tells."""
-    config = Path(model.path) / "config.json"
+def model_folder(model: ModelConfig, key: str = "model.path", path: str | None = None) -> list[str]:
+    """Why the folder that `key` names cannot be one that is loaded, as far as its config.json tells."""
+    path = model.path if path is None else path
+    config = Path(path) / "config.json"
     if not config.is_file():
-        made = "; `python -m launch.demo_model` makes it" if Path(model.path) == MODEL_DIR else ""
-        return [f"model.path={model.path}: no config.json in it, expected a Hugging Face folder{made}"]
+        made = "; `python -m launch.demo_model` makes it" if Path(path) == MODEL_DIR else ""
+        return [f"{key}={path}: no config.json in it, expected a Hugging Face folder{made}"]
     try:
         fields = json.loads(config.read_text())
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        return [f"model.path={model.path}: config.json is not JSON: {error}"]
+        return [f"{key}={path}: config.json is not JSON: {error}"]
     longest = fields.get("max_position_embeddings") if isinstance(fields, dict) else None
     if isinstance(longest, int) and model.max_length > longest:
-        return [f"model.max_length={model.max_length}: the model in {model.path} takes at most {longest}"]
+        return [f"model.max_length={model.max_length}: the model in {path} takes at most {longest}"]
     return []
 
 

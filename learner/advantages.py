@@ -6,13 +6,13 @@ the formulas beside their papers.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
+from learner.config import Advantage
+
 Rewards = NDArray[np.float64]
-Kind = Literal["grpo", "dr_grpo", "rloo", "reinforce_plus_plus"]
 
 EPSILON = 1e-5
 """Added to a standard deviation before dividing by it."""
@@ -41,11 +41,8 @@ def moments(groups: Sequence[Rewards]) -> Moments:
     return Moments(float(len(values)), float(values.sum()), float((values**2).sum()))
 
 
-def advantages(kind: Kind, groups: Sequence[Rewards], batch: Moments) -> list[Rewards]:
-    """Advantages of a shard's groups, each of its rewards' shape.
-
-    Args:
-        batch: Moments over all shards; only reinforce_plus_plus looks at them.
+def clipped(groups: Sequence[Rewards], limit: float | None) -> list[Rewards]:
+    """A shard's rewards inside [-limit, limit]; None leaves them as they are.
 
     Raises:
         ValueError: A reward that is not finite.
@@ -55,6 +52,18 @@ def advantages(kind: Kind, groups: Sequence[Rewards], batch: Moments) -> list[Re
             raise ValueError(
                 f"group {number} of the shard: rewards {rewards.tolist()}; expected finite numbers"
             )
+    return list(groups) if limit is None else [rewards.clip(-limit, limit) for rewards in groups]
+
+
+def advantages(kind: Advantage, groups: Sequence[Rewards], batch: Moments) -> list[Rewards]:
+    """Advantages of a shard's groups, each of its rewards' shape; rewards are finite.
+
+    Args:
+        kind: Of gae they are 0 until every token gets its own (`learner/returns.py`).
+        batch: Moments over all shards; only reinforce_plus_plus looks at them.
+    """
+    if kind == "gae":
+        return [np.zeros_like(r) for r in groups]
     if kind == "reinforce_plus_plus":
         return [reinforce_plus_plus(r, batch) for r in groups]
     return [{"grpo": grpo, "dr_grpo": dr_grpo, "rloo": rloo}[kind](r) for r in groups]

@@ -1,7 +1,8 @@
 """Checkpoints in Megatron's own distributed format, complete or not there at all.
 
-    run_dir/checkpoints/step-000010/   Megatron's files, rng-<rank>.safetensors, and meta.json, written last:
-                                       step, layout, dtype, config digest, and every file's size and digest
+    run_dir/checkpoints/step-000010/   Megatron's files, rng-<rank>.safetensors, value/ with the value model's
+                                       where there is one, and meta.json, written last: step, layout, dtype,
+                                       config digest, and every file's size and digest
 
 A checkpoint is written under a temporary name, synced to disk and renamed; a resume takes the newest one
 whose files are all as meta.json says. It loads under another tensor, pipeline or data-parallel layout.
@@ -20,7 +21,7 @@ from safetensors import SafetensorError
 from torch.distributed.checkpoint.api import CheckpointException
 
 from learner import collectives, optimizer_resume, parallel
-from learner.checkpoint_files import META, DamagedCheckpoint, complete, read_meta, verify
+from learner.checkpoint_files import META, VALUE, DamagedCheckpoint, complete, read_meta, verify
 from learner.optimizer import Trainable
 
 logger = logging.getLogger(__name__)
@@ -52,11 +53,19 @@ class Checkpoints:
         self._keep = keep
         self._setup = setup
 
-    def save(self, step: int, trainable: Trainable, position: dict[str, Any] | None = None) -> None:
+    def save(
+        self,
+        step: int,
+        trainable: Trainable,
+        position: dict[str, Any] | None = None,
+        value: Trainable | None = None,
+    ) -> None:
         """Write the state after `step` batches; remove all but the newest `keep`.
 
         Args:
-            position: Where the data goes on, plain JSON, of a learner that reads it itself.
+            position: What goes on from here beside weights and moments, as plain JSON: where the data is,
+                for a learner that reads it itself, or a coefficient that moves.
+            value: The value model, where there is one.
 
         Raises:
             CheckpointNotWritten: With the reason.
@@ -64,7 +73,7 @@ class Checkpoints:
         target = self._root / f"step-{step:06d}"
         temporary = self._root / f".{target.name}.tmp"
         try:
-            self._write(temporary, trainable)
+            self._write(temporary, trainable, value)
             if parallel.rank() == 0:
                 self._complete(temporary, target, step, position)
                 for old in self.found()[: -self._keep]:
@@ -74,7 +83,7 @@ class Checkpoints:
             raise CheckpointNotWritten(f"{target} cannot be written: {reason_of(error)}") from error
         dist.barrier()
 
-    def _write(self, temporary: Path, trainable: Trainable) -> None:
+    def _write(self, temporary: Path, trainable: Trainable, value: Trainable | None) -> None:
         """Every rank's part of the state."""
         from megatron.core import dist_checkpointing
 
@@ -83,7 +92,11 @@ class Checkpoints:
             temporary.mkdir(parents=True)
         dist.barrier()
         _write_without_a_manager()
-        dist_checkpointing.save(self._state(trainable, loading=False), str(temporary))
+        for folder, part in _parts(temporary, trainable, value):
+            if parallel.rank() == 0:
+                folder.mkdir(exist_ok=True)
+            dist.barrier()
+            dist_checkpointing.save(self._state(part, loading=False), str(folder))
         _save_generators(temporary)
         dist.barrier()
 
@@ -102,7 +115,7 @@ class Checkpoints:
         found = self.found()
         return _step(found[0]) if len(found) >= self._keep else 0
 
-    def resume(self, trainable: Trainable) -> int:
+    def resume(self, trainable: Trainable, value: Trainable | None = None) -> int:
         """Load the newest checkpoint that is whole.
 
         Returns:
@@ -114,12 +127,12 @@ class Checkpoints:
         step = self._newest_whole() if parallel.rank() == 0 else 0
         (step,) = collectives.broadcast_numbers([step])
         if step:
-            self._load(self._root / f"step-{step:06d}", trainable)
+            self._load(self._root / f"step-{step:06d}", trainable, value)
         return step
 
     def position(self, step: int) -> dict[str, Any]:
-        """Where the data goes on after `step` batches, as `save` was told."""
-        return read_meta(self._root / f"step-{step:06d}")["position"]
+        """What `save` was told to keep beside weights and moments; empty if nothing."""
+        return read_meta(self._root / f"step-{step:06d}").get("position") or {}
 
     def _newest_whole(self) -> int:
         for leftover in self._root.glob(".step-*.tmp"):
@@ -138,7 +151,7 @@ class Checkpoints:
             )
         return 0
 
-    def _load(self, path: Path, trainable: Trainable) -> None:
+    def _load(self, path: Path, trainable: Trainable, value: Trainable | None) -> None:
         from megatron.core import dist_checkpointing
 
         meta = read_meta(path)
@@ -156,11 +169,17 @@ class Checkpoints:
                 )
         if meta["config_digest"] != self._setup.config_digest and parallel.rank() == 0:
             logger.warning("%s was written under another configuration; this run's is used", path)
-        if self._setup.distributed_optimizer:
-            optimizer_resume.prepare(trainable.optimizer)
-        state: Any = dist_checkpointing.load(self._state(trainable, loading=True), str(path))
-        _unwrapped(trainable).load_state_dict(state["model"], strict=True)
-        trainable.optimizer.load_state_dict(state["optimizer"])
+        if value is not None and not (path / VALUE).is_dir():
+            raise ValueError(
+                f"{path}: written without a value model, this run has learner.value; "
+                "set it back, or start again in another run_dir"
+            )
+        for folder, part in _parts(path, trainable, value):
+            if self._setup.distributed_optimizer:
+                optimizer_resume.prepare(part.optimizer)
+            state: Any = dist_checkpointing.load(self._state(part, loading=True), str(folder))
+            _unwrapped(part).load_state_dict(state["model"], strict=True)
+            part.optimizer.load_state_dict(state["optimizer"])
         if all(meta[name] == getattr(self._setup, name) for name in ("tensor", "pipeline", "data")):
             _load_generators(path)
         if parallel.rank() == 0:
@@ -206,8 +225,13 @@ def _write_without_a_manager() -> None:
         filesystem_async._results_queue = queue.SimpleQueue()
 
 
+def _parts(path: Path, trainable: Trainable, value: Trainable | None) -> list[tuple[Path, Trainable]]:
+    """What lies where in a checkpoint."""
+    return [(path, trainable)] if value is None else [(path, trainable), (path / VALUE, value)]
+
+
 def _unwrapped(trainable: Trainable) -> Any:
-    """The policy inside the data-parallel wrapper."""
+    """The model inside the data-parallel wrapper."""
     return trainable.model.module
 
 

@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 META = "meta.json"
+VALUE = "value"
+"""The folder of the value model, in a checkpoint of a run that has one."""
 
 
 class DamagedCheckpoint(ValueError):
@@ -25,6 +27,8 @@ def complete(temporary: Path, target: Path, facts: dict[str, Any]) -> None:
     files = dict(_digests(temporary))
     for name in files:
         _sync(temporary / name)
+    for folder in {(temporary / name).parent for name in files}:
+        _sync(folder)
     (temporary / META).write_text(json.dumps({**facts, "files": files}, indent=1))
     _sync(temporary / META)
     _sync(temporary)

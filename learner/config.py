@@ -68,16 +68,50 @@ class CorrectionConfig(Section):
         return self
 
 
+Estimator = Literal["k1", "k2", "k3"]
+
+
 class KLConfig(Section):
-    """Distance to the frozen reference model, as a loss term."""
+    """Distance to the frozen reference model, the initial policy."""
 
     coefficient: float = Field(default=0.0, ge=0)
-    """0 loads no reference model."""
-    estimator: Literal["k1", "k2", "k3"] = "k3"
+    """0 loads no reference model; where `target` is set, the coefficient of the first step."""
+    placement: Literal["loss", "reward"] = "loss"
+    """A term of the loss, or taken off the reward of every token."""
+    estimator: Estimator | None = None
+    """null: k3 in the loss, k1 in the reward."""
+    target: float | None = Field(default=None, gt=0)
+    """Nats of one completion, summed over its tokens, that the coefficient is moved to hold (arXiv
+    1909.08593, section 2.2); null keeps the coefficient."""
+    horizon: float = Field(default=10000.0, gt=0)
+    """Completions over which the coefficient changes by at most a factor of about e^0.2."""
+
+    @property
+    def estimate(self) -> Estimator:
+        return self.estimator or ("k3" if self.placement == "loss" else "k1")
+
+    @model_validator(mode="after")
+    def _works(self) -> Self:
+        idle = _changed(self, "placement", "target", "horizon")
+        if not self.coefficient and idle:
+            raise ValueError(f"coefficient 0 stays 0, so {', '.join(idle)} would do nothing")
+        if self.target is None and _changed(self, "horizon"):
+            raise ValueError("without target the coefficient is fixed, so horizon would do nothing")
+        if self.placement == "reward" and self.estimate != "k1":
+            raise ValueError(
+                f"estimator {self.estimate} is never negative: taken off the reward it also punishes what "
+                "the policy gives less than the reference, and drives it further off; use k1, or the loss"
+            )
+        return self
+
+
+Advantage = Literal["grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "gae"]
 
 
 class AlgorithmConfig(Section):
-    advantage: Literal["grpo", "dr_grpo", "rloo", "reinforce_plus_plus"] = "grpo"
+    advantage: Advantage = "grpo"
+    reward_clip: float | None = Field(default=None, gt=0)
+    """Rewards are clipped to [-reward_clip, reward_clip] before anything else; null leaves them."""
     loss: Literal["ppo", "reinforce"] = "ppo"
     clip_low: float = Field(default=0.2, ge=0)
     clip_high: float = Field(default=0.2, ge=0)
@@ -95,7 +129,33 @@ class AlgorithmConfig(Section):
         idle = _changed(self, "clip_low", "clip_high")
         if self.loss == "reinforce" and idle:
             raise ValueError(f"loss reinforce clips nothing, so {', '.join(idle)} would do nothing")
+        if self.kl.placement == "reward" and self.advantage in ("grpo", "dr_grpo", "rloo"):
+            raise ValueError(
+                f"kl.placement reward makes a reward for every token, and advantage {self.advantage} "
+                "compares one number of each completion; use gae, reinforce_plus_plus, or kl.placement loss"
+            )
         return self
+
+    @property
+    def per_token(self) -> bool:
+        """Whether the tokens of one completion differ in their advantage."""
+        return self.advantage == "gae" or self.kl.placement == "reward"
+
+
+class ValueConfig(Section):
+    """PPO's fourth model: V(s_t), what reward is still to come before token t is drawn. It is laid out as the
+    policy is, and its own optimizer makes a step wherever the policy's does."""
+
+    path: str
+    """Folder it starts from: a reward model, as `slipstream reward` writes it, or a language model, which
+    gets a new score row from the run's seed."""
+    gamma: float = Field(default=1.0, gt=0, le=1)
+    """Discount of one token."""
+    gae_lambda: float = Field(default=0.95, ge=0, le=1)
+    """0: one-step advantages; 1: the whole return less the value (arXiv 1506.02438)."""
+    clip: float = Field(default=0.2, gt=0)
+    """How far from its value at the start of the batch a state's value may go with profit."""
+    optimizer: OptimizerConfig = OptimizerConfig(lr=5e-6)
 
 
 class CheckpointConfig(Section):
@@ -146,6 +206,22 @@ class LearnerConfig(TrainingConfig):
     batch_timeout_s: float = Field(default=3600.0, gt=0)
     """No batch for this long ends the run with a diagnosis."""
     algorithm: AlgorithmConfig = AlgorithmConfig()
+    value: ValueConfig | None = None
+    """Of advantage gae, and of it alone."""
+
+    @model_validator(mode="after")
+    def _has_its_value_model(self) -> Self:
+        gae = self.algorithm.advantage == "gae"
+        if gae and self.value is None:
+            raise ValueError(
+                "algorithm.advantage gae needs a value model; set value.path to the folder it starts from"
+            )
+        if not gae and self.value is not None:
+            raise ValueError(
+                f"algorithm.advantage {self.algorithm.advantage} has no value model, so value would do "
+                "nothing; remove it, or use gae"
+            )
+        return self
 
 
 class Sampling(Section):
@@ -175,15 +251,26 @@ class LearnerExperiment(Experiment):
     @model_validator(mode="after")
     def _parts_agree(self) -> Self:
         advantage, size = self.learner.algorithm.advantage, self.rollout.group_size
-        if size == 1 and advantage != "reinforce_plus_plus":
+        if size == 1 and advantage in ("grpo", "dr_grpo", "rloo"):
             raise ValueError(
                 f"learner.algorithm.advantage={advantage} compares the completions of one prompt, and "
-                "rollout.group_size=1 has nothing to compare; take 2 or more, or reinforce_plus_plus"
+                "rollout.group_size=1 has nothing to compare; take 2 or more, or reinforce_plus_plus or gae"
+            )
+        if size == 1 and self.buffer.dynamic_sampling:
+            raise ValueError(
+                "buffer.dynamic_sampling drops groups whose rewards are all equal, which is every group of "
+                "rollout.group_size=1; turn it off or take 2 or more"
             )
         updates, groups = self.learner.updates_per_batch, self.buffer.groups_per_batch
         if updates > groups:
             raise ValueError(
                 f"learner.updates_per_batch={updates} would split buffer.groups_per_batch={groups} groups; "
                 "expected at most one update for each group"
+            )
+        kl = self.learner.algorithm.kl
+        if kl.target is not None and kl.horizon < groups * size:
+            raise ValueError(
+                f"learner.algorithm.kl.horizon={kl.horizon:g} is less than one batch's {groups * size} "
+                "completions (buffer.groups_per_batch · rollout.group_size); expected at least that many"
             )
         return self

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from learner import families
-from learner.checkpoint_files import check, complete, named_meta
+from learner.checkpoint_files import VALUE, check, complete, named_meta
 from learner.config import ParallelConfig
 from learner.families import Family
 from learner.megatron_folder import (
@@ -100,9 +100,15 @@ def reshard(checkpoint: Path, target: Path, layout: ParallelConfig, model: Path 
         model: As for `megatron_to_hf`.
 
     Raises:
-        ValueError: As `megatron_to_hf`, or the layout does not divide the model, or `target` exists.
+        ValueError: As `megatron_to_hf`, or the layout does not divide the model, or `target` exists, or there
+            is a value model in it.
     """
     _refuse_existing(target)
+    if (checkpoint / VALUE).is_dir():
+        raise ValueError(
+            f"{checkpoint}: it holds a value model too, which is not cut anew; resume from it as it is, it "
+            "loads under every layout"
+        )
     family = families.read(_model_folder(checkpoint, model))
     family.check_layout(layout)
     meta = check(checkpoint)

@@ -176,7 +176,7 @@ def read(path: str | Path, head: Head = "vocabulary") -> Family:
     """
     file = Path(path) / "config.json"
     if not file.exists():
-        raise ValueError(f"model.path: {file} does not exist; expected a Hugging Face folder")
+        raise ValueError(f"{file} does not exist; expected a Hugging Face folder")
     try:
         config = json.loads(file.read_text())
     except ValueError as error:

@@ -87,7 +87,8 @@ def train(parts: Parts) -> Command:
 
 def save(parts: Parts, version: int) -> int:
     """Checkpoint, and let the buffer forget what no resume can ask for any more."""
-    parts.checkpoints.save(version, parts.trainable)
+    updater = parts.updater
+    parts.checkpoints.save(version, parts.trainable, updater.position(), updater.value_trainable)
     parts.feed.committed(parts.checkpoints.safe_step())
     return version
 

@@ -11,16 +11,19 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from learner.config import AlgorithmConfig
+from learner.config import AlgorithmConfig, Estimator
 from learner.corrections import bypass, decoupled, log_ratio, ratio, refuse_non_finite
 from learner.packing import MicroBatch
 
 Metrics = dict[str, Tensor]
 METRICS = (
     "rho", "rho_squares", "behavior_k1", "behavior_k3", "entropy", "clipped", "masked", "vetoed",
-    "reference_kl", "tokens", "loss", "rho_max",
+    "reference_kl", "reference_k1", "tokens", "loss", "rho_max",
 )  # fmt: skip
 """They add up, but for `rho_max`, of which the largest counts."""
+VALUE_METRICS = ("loss", "clipped", "tokens")
+LARGEST_ERROR = 0.2
+"""How far off its target, as a share of it, the adaptive coefficient takes the divergence to be at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +39,12 @@ class Denominators:
 
 
 def objective(
-    logprobs: Tensor, entropy: Tensor, batch: MicroBatch, algorithm: AlgorithmConfig, total: Denominators
+    logprobs: Tensor,
+    entropy: Tensor,
+    batch: MicroBatch,
+    algorithm: AlgorithmConfig,
+    total: Denominators,
+    kl_coefficient: float,
 ) -> tuple[Tensor, Metrics]:
     """A micro-batch's part of the loss, and its part of the metrics.
 
@@ -44,6 +52,7 @@ def objective(
         logprobs: float32 [N], log π of the targets at the sampling temperature.
         entropy: float32 [N], of π at the targets' positions.
         batch: Its proximal logprobs may be None: then this pass is the proximal policy.
+        kl_coefficient: Of the loss term, at this step; 0 where the distance is in the reward.
 
     Raises:
         NonFiniteLogprob: Names whose logprob it is, and where.
@@ -67,12 +76,14 @@ def objective(
     per_token = correction.weight * policy
     if algorithm.entropy:
         per_token = per_token - correction.keep * algorithm.entropy * entropy
-    metrics: Metrics = {"reference_kl": torch.zeros_like(rho)}
+    metrics: Metrics = {"reference_kl": torch.zeros_like(rho), "reference_k1": torch.zeros_like(rho)}
     if batch.reference_logprobs is not None:
         refuse_non_finite(batch.reference_logprobs, "reference", batch.sequence_index, batch.target_ids)
-        distance = kl(logprobs, batch.reference_logprobs, algorithm.kl.estimator)
-        per_token = per_token + correction.keep * algorithm.kl.coefficient * distance
+        distance = kl(logprobs, batch.reference_logprobs, algorithm.kl.estimate)
+        if kl_coefficient:
+            per_token = per_token + correction.keep * kl_coefficient * distance
         metrics["reference_kl"] = distance
+        metrics["reference_k1"] = kl(logprobs, batch.reference_logprobs, "k1")
     loss = aggregate(per_token, batch.weights, sequences, algorithm.aggregate, total)
     metrics |= {
         "rho": rho,
@@ -109,7 +120,49 @@ def reinforce(logprobs: Tensor, advantages: Tensor) -> Tensor:
     return -advantages * logprobs
 
 
-def kl(logprobs: Tensor, reference: Tensor, estimator: Literal["k1", "k2", "k3"]) -> Tensor:
+def value_objective(
+    values: Tensor, batch: MicroBatch, clip: float, total: Denominators
+) -> tuple[Tensor, Metrics]:
+    """A micro-batch's part of the value model's loss, a mean over tokens, and of its metrics.
+
+    ½·max((V - R)², (clip(V, V_old - c, V_old + c) - R)²): past the band a value gains nothing by coming
+    closer to its return, and is still driven back where it moved away.
+
+    Args:
+        values: float32 [N], V of the targets' states.
+        batch: With old values and returns.
+        clip: c.
+    """
+    assert batch.old_values is not None
+    assert batch.returns is not None
+    moved = values - batch.old_values
+    limited = batch.old_values + moved.clamp(-clip, clip)
+    plain, held = (values - batch.returns) ** 2, (limited - batch.returns) ** 2
+    loss = aggregate(0.5 * torch.maximum(plain, held), batch.weights, batch.sequence_index, "token", total)
+    return loss, {
+        "loss": loss.detach().double(),
+        # Inside the band the two differ in their last digit at most.
+        "clipped": (((held > plain) & (moved.abs() > clip)) * batch.weights).double().sum(),
+        "tokens": batch.weights.double().sum(),
+    }
+
+
+def adapted(
+    coefficient: float, divergence: float, completions: float, target: float, horizon: float
+) -> float:
+    """The next step's KL coefficient, β·(1 + clip(KL / target - 1, ±0.2)·completions / horizon).
+
+    Args:
+        divergence: KL(π ‖ reference) of one completion, in nats, over the last batch.
+        completions: In that batch; at most `horizon`.
+
+    Source: arXiv 1909.08593, section 2.2, with its K_β as completions / horizon.
+    """
+    error = min(max(divergence / target - 1, -LARGEST_ERROR), LARGEST_ERROR)
+    return coefficient * (1 + error * completions / horizon)
+
+
+def kl(logprobs: Tensor, reference: Tensor, estimator: Estimator) -> Tensor:
     """Per-token estimate [N] of KL(π ‖ reference) from samples of π; joschu.net/blog/kl-approx.html.
 
     As a loss k1's gradient is zero in expectation; k2's and k3's pull towards the reference.

@@ -15,11 +15,48 @@ from typing import Any
 import numpy as np
 
 from buffer.records import Batch, Group, Trajectory
+from learner.advantages import Moments
 from learner.collectives import max_over_data, names_over_data, sum_over_data
+from learner.returns import explained_variance
 
 Row = dict[str, Any]
+NO_MOMENTS = Moments(0.0, 0.0, 0.0)
 SAMPLES = 4
 """Completions written to `samples.jsonl` at a time."""
+
+
+@dataclass(slots=True)
+class ValueReport:
+    """What `learner/critic.py` found in one batch, summed over all ranks and the batch's optimizer steps."""
+
+    lr: float
+    returns: Moments = NO_MOMENTS
+    """Of the trained tokens' returns."""
+    errors: Moments = NO_MOMENTS
+    """Of what their values were off before the updates."""
+    sums: dict[str, float] = field(default_factory=dict)
+    grad_norms: list[float] = field(default_factory=list)
+    skipped: int = 0
+    seconds: float = 0.0
+
+    def add(self, sums: dict[str, float], grad_norm: float, made: bool) -> None:
+        for name, value in sums.items():
+            self.sums[name] = self.sums.get(name, 0.0) + value
+        self.grad_norms.append(grad_norm)
+        self.skipped += not made
+
+    def row(self) -> Row:
+        updates = max(len(self.grad_norms), 1)
+        return {
+            "value/loss": self.sums.get("loss", 0.0) / updates,
+            "value/clip_fraction": self.sums.get("clipped", 0.0) / max(self.sums.get("tokens", 0.0), 1.0),
+            "value/explained_variance": explained_variance(self.returns, self.errors),
+            "value/return_mean": self.returns.mean,
+            "value/lr": self.lr,
+            "value/grad_norm": sum(self.grad_norms) / updates,
+            "value/skipped_updates": self.skipped,
+            "time/value": self.seconds,
+        }
 
 
 @dataclass(slots=True)
@@ -27,8 +64,14 @@ class StepReport:
     """What `learner/step.py` found in one batch, summed over all ranks and the batch's optimizer steps."""
 
     lr: float
+    kl_coefficient: float = 0.0
+    """That the batch was trained with."""
+    value: ValueReport | None = None
+    """None without a value model."""
     trained_tokens: int = 0
     """Of the batch; with equal rewards in a group, more than a gradient comes from."""
+    completions: int = 0
+    """Those with a trained token."""
     sums: dict[str, float] = field(default_factory=dict)
     grad_norms: list[float] = field(default_factory=list)
     skipped: int = 0
@@ -42,6 +85,11 @@ class StepReport:
             self.sums[name] = max(old, value) if name.endswith("_max") else old + value
         self.grad_norms.append(grad_norm)
         self.skipped += not made
+
+    @property
+    def divergence(self) -> float:
+        """KL(π ‖ reference) of one completion, in nats: log π - log π_ref, summed over its tokens."""
+        return self.sums.get("reference_k1", 0.0) / max(self.completions, 1)
 
     def row(self) -> Row:
         """Means over the batch's trained tokens that a gradient comes from; ρ and ESS of none are None."""
@@ -62,12 +110,15 @@ class StepReport:
             "kl/k1": mean.get("behavior_k1", 0.0),
             "kl/k3": mean.get("behavior_k3", 0.0),
             "kl/reference": mean.get("reference_kl", 0.0),
+            "kl/completion": self.divergence,
+            "kl/coefficient": self.kl_coefficient,
             "entropy": mean.get("entropy", 0.0),
             "clip_fraction": mean.get("clipped", 0.0),
             "mask_fraction": mean.get("masked", 0.0),
             "veto_fraction": mean.get("vetoed", 0.0),
             "time/forward_backward": self.forward_backward_seconds,
             "time/optimizer": self.optimizer_seconds,
+            **(self.value.row() if self.value is not None else {}),
         }
 
 

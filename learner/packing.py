@@ -30,6 +30,10 @@ class MicroBatch(Layout):
     """float32 [N]: log π of the learner at the start of the batch; None before they are computed."""
     reference_logprobs: Tensor | None = None
     """float32 [N]: log π of the frozen model; None without a KL term."""
+    old_values: Tensor | None = None
+    """float32 [N]: V before the target is drawn, at the start of the batch; None without a value model."""
+    returns: Tensor | None = None
+    """float32 [N]: what V is trained towards; None before they are computed."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,11 +16,12 @@ from learner import convert, parallel
 from learner.checkpoint import Checkpoints, Setup
 from learner.checkpoint_files import check
 from learner.config import LearnerExperiment
+from learner.critic import Critic
 from learner.feed import BufferLine, Command, Feed, NoBatch
 from learner.loop import Parts, StopFlag, finish, train
 from learner.metrics import Journal
 from learner.offline.config import OfflineExperiment
-from learner.optimizer import make_trainable, prepare_schedule
+from learner.optimizer import Trainable, make_trainable, prepare_schedule
 from learner.publishing import Publishing, WeightSender
 from learner.reporting import Reporter
 from learner.step import Updater
@@ -61,9 +62,13 @@ def serve(experiment: LearnerExperiment, connect: Connect, open_sender: OpenSend
         if command is Command.STOP:
             logger.info("stopped after step %d: the same command goes on from there", parts.version)
             return
-        if experiment.learner.checkpoint.export:
+        learner = experiment.learner
+        if learner.checkpoint.export:
             target = Path(experiment.run_dir) / "model"
             convert.save_hf(_policy(parts), experiment.model.path, target)
+            if (value := parts.updater.value_trainable) and learner.value:
+                target = Path(experiment.run_dir) / "value_model"
+                convert.save_hf(value.model.module, learner.value.path, target)
         finish(parts)
         logger.info("finished after step %d", parts.version)
 
@@ -91,8 +96,12 @@ def _assemble(
         check(Path(learner.init_from))
         logger.info("the weights start from %s", learner.init_from)
     trainable = make_trainable(_build(experiment), learner.optimizer, learner.parallel)
+    critic = _critic(experiment, trainable)
+    updater = Updater(experiment, trainable, _reference(experiment), critic)
     checkpoints = Checkpoints(run_dir, learner.checkpoint.keep, checkpoint_setup(experiment))
-    version = checkpoints.resume(trainable)
+    version = checkpoints.resume(trainable, updater.value_trainable)
+    if version:
+        updater.restore(checkpoints.position(version))
     is_source = parallel.rank() == parallel.model_parallel_source()
     line = stack.enter_context(BufferLine(lambda: connect(experiment))) if is_source else None
     is_first = parallel.rank() == 0
@@ -103,7 +112,6 @@ def _assemble(
     journal = Journal(run_dir, experiment.logging.tensorboard, version) if is_first else None
     reporter = Reporter(journal, experiment.buffer.max_staleness, experiment.logging.samples_every)
     stack.callback(reporter.close)
-    updater = Updater(experiment, trainable, _reference(experiment))
     frontier = feed.frontier()
     feed.committed(checkpoints.safe_step())
     return Parts(
@@ -129,6 +137,29 @@ def _reference(experiment: LearnerExperiment) -> Any | None:
     model = _build(experiment).requires_grad_(False)
     prepare_schedule(get_model_config(model))
     return model
+
+
+def _critic(experiment: LearnerExperiment, policy: Trainable) -> Critic | None:
+    """The value model, where the advantage needs one.
+
+    Raises:
+        ValueError: It knows fewer tokens than the policy, beside what `build_model` refuses.
+    """
+    from learner.model import build_model
+
+    learner = experiment.learner
+    if learner.value is None:
+        return None
+    dtype = getattr(torch, experiment.model.dtype)
+    model = build_model(learner.value.path, learner.parallel, dtype, learner.recompute, head="score")
+    known, needed = model.family.vocab, policy.model.module.family.vocab
+    if known < needed:
+        raise ValueError(
+            f"learner.value.path={learner.value.path}: its vocabulary has {known} tokens and the policy's "
+            f"{needed}; expected a model with the policy's tokenizer"
+        )
+    trainable = make_trainable(model, learner.value.optimizer, learner.parallel)
+    return Critic(learner.value, trainable, learner.steps)
 
 
 def _policy(parts: Parts) -> Any:

@@ -1,27 +1,31 @@
-"""One batch into one update of the policy, through Megatron's schedules.
+"""One batch into one update of the policy, and of its value model, through Megatron's schedules.
 
 Called by `learner/loop.py` on every rank with its data-parallel shard; every call is collective. Ranks of one
 model copy (tensor and pipeline) hold the same shard and so make the same micro-batches in the same order.
 """
 
 import hashlib
+import math
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from buffer.records import Batch, Group
-from learner import collectives
-from learner.advantages import Moments, advantages, moments
+from learner import collectives, parallel
+from learner.advantages import Moments, Rewards, advantages, clipped, moments
 from learner.config import LearnerExperiment
-from learner.losses import METRICS, Denominators, Metrics, objective
-from learner.metrics import StepReport
+from learner.critic import Critic
+from learner.losses import METRICS, Denominators, Metrics, adapted, kl, objective
+from learner.metrics import StepReport, ValueReport
 from learner.optimizer import Trainable, apply_gradients, learning_rate, set_rates
 from learner.packing import MicroBatch, empty, pack
 from learner.passes import equal_counts, reduce_sums, run_schedule, target_logprobs
+from learner.returns import gae, token_moments, token_rewards, whiten
 
 
 @dataclass(slots=True)
@@ -30,19 +34,50 @@ class _Part:
 
     micro_batches: list[MicroBatch]
     total: Denominators
+    scores: Tensor
+    """float64, on this rank's device: the rewards that `sequence_index` counts."""
+
+    def fill(self, name: str, found: list[Tensor]) -> None:
+        """Put what a model found into that field of every micro-batch; nothing but on the last stage."""
+        if found:
+            pairs = zip(self.micro_batches, found, strict=True)
+            self.micro_batches = [replace(m, **{name: values}) for m, values in pairs]
 
 
 class Updater:
-    """Owns nothing but references; the trainable's weights and moments are the state."""
+    """The trainables' weights and moments, and the KL coefficient, are the state; the rest are references."""
 
-    def __init__(self, experiment: LearnerExperiment, trainable: Trainable, reference: Any | None) -> None:
+    def __init__(
+        self,
+        experiment: LearnerExperiment,
+        trainable: Trainable,
+        reference: Any | None,
+        critic: Critic | None = None,
+    ) -> None:
         """Args:
         reference: The frozen model of the KL term; None when its coefficient is 0.
+        critic: Of advantage gae.
         """
         self._experiment = experiment
+        self._algorithm = experiment.learner.algorithm
         self._trainable = trainable
         self._reference = reference
+        self._critic = critic
         self._temperature = experiment.rollout.sampling.temperature
+        self._kl_coefficient = self._algorithm.kl.coefficient
+
+    @property
+    def value_trainable(self) -> Trainable | None:
+        return self._critic.trainable if self._critic is not None else None
+
+    def position(self) -> dict[str, Any]:
+        """What a checkpoint holds of the updater itself, plain JSON."""
+        return {"kl_coefficient": self._kl_coefficient}
+
+    def restore(self, position: dict[str, Any]) -> None:
+        """Go on from a checkpoint's `position`. A fixed coefficient is the configuration's."""
+        if self._algorithm.kl.target is not None:
+            self._kl_coefficient = float(position.get("kl_coefficient", self._kl_coefficient))
 
     def update(self, shard: Batch) -> StepReport:
         """Train batch `shard.index`; the policy's version is that index plus 1 afterwards.
@@ -53,14 +88,14 @@ class Updater:
         learner = self._experiment.learner
         started = time.perf_counter()
         parts = self._parts(shard)
-        if self._reference is not None:
-            self._fill("reference_logprobs", self._reference, parts)
-        if learner.updates_per_batch > 1:
-            # With one update the training pass itself is the proximal policy's.
-            self._fill("proximal_logprobs", self._trainable.model, parts)
+        self._fill_logprobs(parts)
         rate = learning_rate(learner.optimizer, shard.index, learner.steps)
         set_rates(self._trainable.optimizer, rate, learner.optimizer)
-        report = StepReport(lr=rate)
+        report = StepReport(lr=rate, kl_coefficient=self._kl_coefficient)
+        if self._critic is not None:
+            report.value = self._critic.begin(shard.index)
+        if self._algorithm.per_token:
+            self._estimate(parts, report.value)
         for part in parts:
             if not part.total.tokens:
                 continue
@@ -70,27 +105,33 @@ class Updater:
             norm, made = apply_gradients(self._trainable.optimizer, learner.optimizer.clip_grad)
             report.add(sums, norm, made)
             report.trained_tokens += int(part.total.tokens)
+            report.completions += int(part.total.sequences)
             report.optimizer_seconds += time.perf_counter() - started
+            if self._critic is not None and report.value is not None:
+                self._critic.update(part.micro_batches, part.total, report.value)
             started = time.perf_counter()
+        self._move_coefficient(report)
         return report
 
     def _parts(self, shard: Batch) -> list[_Part]:
-        learner = self._experiment.learner
-        rewards = [np.array([t.reward for t in g.trajectories], np.float64) for g in shard.groups]
-        mine = moments(rewards)
-        batch = Moments(*collectives.sum_over_data([mine.count, mine.total, mine.total_squares]))
-        values = advantages(learner.algorithm.advantage, rewards, batch)
+        learner, algorithm = self._experiment.learner, self._algorithm
+        given = [np.array([t.reward for t in g.trajectories], np.float64) for g in shard.groups]
+        rewards = clipped(given, algorithm.reward_clip)
+        batch = Moments(*collectives.sum_over_data(astuple(moments(rewards))))
+        values = advantages(algorithm.advantage, rewards, batch)
         digests = [_digest(g) for g in shard.groups]
         homes = update_of_groups(collectives.digests_over_data(digests), learner.updates_per_batch)
         parts = []
         for number in range(learner.updates_per_batch):
             mine = [i for i, digest in enumerate(digests) if homes[digest] == number]
             groups = [shard.groups[i] for i in mine]
-            # A group with equal rewards has nothing to teach: no pass over it changes the gradient.
-            only_moving = not (learner.algorithm.kl.coefficient or learner.algorithm.entropy)
+            # A group with equal rewards has nothing to teach: no pass over it changes the gradient. With
+            # tokens of different advantages it has.
+            only_moving = not (algorithm.kl.coefficient or algorithm.entropy or algorithm.per_token)
             budget = learner.tokens_per_microbatch
             micro_batches = pack(groups, [values[i] for i in mine], budget, only_moving)
-            parts.append(_Part(equal_counts(micro_batches, empty()), self._denominators(groups)))
+            scores = _scores([rewards[i] for i in mine])
+            parts.append(_Part(equal_counts(micro_batches, empty()), self._denominators(groups), scores))
         return parts
 
     def _denominators(self, groups: list[Group]) -> Denominators:
@@ -99,20 +140,82 @@ class Updater:
         tokens, sequences = collectives.sum_over_data([sum(counts), sum(n > 0 for n in counts)])
         return Denominators(tokens, sequences, self._experiment.model.max_length)
 
-    def _fill(self, name: str, model: Any, parts: list[_Part]) -> None:
-        """Compute logprobs with `model`, without gradients, into that field of every micro-batch.
+    def _fill_logprobs(self, parts: list[_Part]) -> None:
+        """Those of the reference and of the proximal policy, where they are needed before the updates."""
+        models = {}
+        if self._reference is not None:
+            models["reference_logprobs"] = self._reference
+        # With one update the training pass itself is the proximal policy's.
+        if self._experiment.learner.updates_per_batch > 1 or self._rewards_proximal:
+            models["proximal_logprobs"] = self._trainable.model
+        for name, model in models.items():
+            for part in parts:
+                part.fill(name, target_logprobs(model, part.micro_batches, self._temperature))
 
-        Only the last pipeline stage has them, and only it needs them.
+    @property
+    def _rewards_proximal(self) -> bool:
+        """Whether KL in the reward is the proximal policy's; with `bypass` the behavior policy stands in."""
+        return self._algorithm.kl.placement == "reward" and self._algorithm.correction.kind == "decoupled"
+
+    def _estimate(self, parts: list[_Part], report: ValueReport | None) -> None:
+        """Give every token its advantage, and its return where there is a value model.
+
+        Only the last pipeline stage has what that takes, and only it needs them.
         """
+        if self._critic is not None:
+            for part in parts:
+                part.fill("old_values", self._critic.values(part.micro_batches))
+        if parallel.is_last_stage():
+            for part in parts:
+                part.micro_batches = [self._estimated(m, part.scores) for m in part.micro_batches]
+        all_of_them = [m for part in parts for m in part.micro_batches]
+        found = [token_moments((m.advantages, m.weights) for m in all_of_them)]
+        valued = [(m.returns, m.old_values, m.weights) for m in all_of_them]
+        found += [
+            token_moments((r, w) for r, v, w in valued if r is not None),
+            token_moments((r - v, w) for r, v, w in valued if r is not None and v is not None),
+        ]
+        mine = [number for of in found for number in astuple(of)]
+        sums = collectives.from_last_stage(collectives.sum_over_data(mine))
+        batch, returns, errors = (Moments(*sums[i : i + 3]) for i in (0, 3, 6))
+        if not math.isfinite(batch.total_squares):
+            raise ValueError(
+                "the batch's advantages are not finite: a logprob or a value of the value model is not; "
+                "lower learner.value.optimizer.lr if value/loss grew before"
+            )
         for part in parts:
-            found = target_logprobs(model, part.micro_batches, self._temperature)
-            if found:
-                pairs = zip(part.micro_batches, found, strict=True)
-                part.micro_batches = [replace(m, **{name: logprobs}) for m, logprobs in pairs]
+            part.fill("advantages", [whiten(m.advantages, batch) for m in part.micro_batches])
+        if report is not None:
+            report.returns, report.errors = returns, errors
+
+    def _estimated(self, batch: MicroBatch, scores: Tensor) -> MicroBatch:
+        """With advantages before whitening, and returns."""
+        penalty = None
+        if self._algorithm.kl.placement == "reward":
+            old = batch.proximal_logprobs if self._rewards_proximal else batch.behavior_logprobs
+            assert old is not None
+            assert batch.reference_logprobs is not None
+            penalty = self._kl_coefficient * kl(old, batch.reference_logprobs, self._algorithm.kl.estimate)
+        rewards = token_rewards(scores, batch.sequence_index, penalty)
+        if self._critic is None or batch.old_values is None:
+            still_to_come, _ = gae(rewards, torch.zeros_like(rewards), batch.sequence_index, 1.0, 1.0)
+            return replace(batch, advantages=still_to_come.float())
+        of = self._critic.config
+        found, returns = gae(rewards, batch.old_values, batch.sequence_index, of.gamma, of.gae_lambda)
+        return replace(batch, advantages=found.float(), returns=returns.float())
+
+    def _move_coefficient(self, report: StepReport) -> None:
+        of = self._algorithm.kl
+        if of.target is not None and report.completions:
+            self._kl_coefficient = adapted(
+                self._kl_coefficient, report.divergence, report.completions, of.target, of.horizon
+            )
 
     def _forward_backward(self, part: _Part) -> dict[str, float]:
+        in_loss = self._kl_coefficient if self._algorithm.kl.placement == "loss" else 0.0
+
         def measure(batch: MicroBatch, output: tuple[Tensor, Tensor]) -> tuple[Tensor, Metrics]:
-            return objective(*output, batch, self._experiment.learner.algorithm, part.total)
+            return objective(*output, batch, self._algorithm, part.total, in_loss)
 
         self._trainable.model.zero_grad_buffer()
         self._trainable.optimizer.zero_grad()
@@ -128,6 +231,12 @@ def update_of_groups(digests: Iterable[bytes], updates: int) -> dict[bytes, int]
     """
     ordered = sorted(set(digests))
     return {digest: place * updates // len(ordered) for place, digest in enumerate(ordered)}
+
+
+def _scores(rewards: list[Rewards]) -> Tensor:
+    # An empty micro-batch counts from 0 too, so there is always one.
+    joined = np.concatenate(rewards) if rewards else np.zeros(1)
+    return torch.from_numpy(joined).to(parallel.device())
 
 
 def _digest(group: Group) -> bytes:

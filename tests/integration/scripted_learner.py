@@ -5,7 +5,8 @@
 `JOBS` is a JSON list of runs, made one after the other in the same processes: `config`, the folder `out`, and
 `options`. `out` gets what was published last (safetensors), what the buffer was told in which order, and the
 logs. At batch `kill_at` a rank kills itself with SIGKILL, at `stop_at` with SIGTERM; `frontier` is the
-buffer's.
+buffer's. With `own_samples`, the model's folder, a batch is what the published policy answers, and its reward
+the share of even tokens.
 """
 
 import asyncio
@@ -56,10 +57,46 @@ def group(rng: np.random.Generator, name: str, version: int) -> Group:
     return Group(name, "lease", name, "train", tuple(trajectories))
 
 
+def own_groups(weights: Path, model: str, index: int) -> list[Group]:
+    """Six prompts with four completions each, sampled from weights in the model folder's architecture."""
+    import torch
+    from safetensors.torch import load_file
+    from transformers import AutoModelForCausalLM
+
+    policy = AutoModelForCausalLM.from_pretrained(model)
+    policy.load_state_dict(load_file(weights), strict=False)
+    draw = torch.Generator().manual_seed(index)
+    prompts = torch.randint(0, VOCABULARY, (6, 3), generator=draw)
+    ids, known = prompts.repeat_interleave(4, 0), []
+    with torch.no_grad():
+        for _ in range(8):
+            logprobs = policy(ids).logits[:, -1].log_softmax(-1)
+            token = torch.multinomial(logprobs.exp(), 1, generator=draw)
+            ids = torch.cat([ids, token], 1)
+            known.append(logprobs.gather(1, token))
+    behavior = torch.cat([torch.zeros(24, 3), *known], 1).numpy()
+    mask = np.array([0] * 3 + [1] * 8, np.uint8)
+    made = [
+        Trajectory(
+            index=row % 4,
+            token_ids=ids[row].numpy().astype(np.int32),
+            loss_mask=mask,
+            behavior_logprobs=behavior[row],
+            versions=(mask * index).astype(np.int32),
+            reward=float((ids[row, 3:] % 2 == 0).float().mean()),
+            reward_parts={},
+            finish_reason="length",
+        )
+        for row in range(24)
+    ]
+    names = [f"{index}/{n}" for n in range(6)]
+    return [Group(n, "lease", n, "train", tuple(made[4 * i : 4 * i + 4])) for i, n in enumerate(names)]
+
+
 class ScriptedBuffer:
     """Batch i is the same for everybody who asks, however it is sharded."""
 
-    def __init__(self, out: Path, options: dict[str, int]) -> None:
+    def __init__(self, out: Path, options: dict[str, Any]) -> None:
         self._out = out
         self._options = options
 
@@ -76,6 +113,9 @@ class ScriptedBuffer:
             os.kill(os.getpid(), signal.SIGTERM)
             await asyncio.sleep(60)
         rng = np.random.default_rng(index)
+        if model := self._options.get("own_samples"):
+            groups = own_groups(self._out / "published.safetensors", model, index)
+            return Batch(index, tuple(groups), {"groups": 6, "tokens": sum(g.num_tokens for g in groups)})
         groups = [group(rng, f"{index}/{n}", max(0, index - n % 3)) for n in range(6)]
         tokens = sum(g.num_tokens for g in groups)
         return Batch(index, tuple(groups[dp_rank::dp_size]), {"groups": 6, "tokens": tokens})
@@ -140,7 +180,11 @@ def run(job: dict[str, Any]) -> None:
     handler = logging.FileHandler(out / f"log-{os.environ.get('RANK', '0')}.txt")
     logging.getLogger().addHandler(handler)
     experiment = load(job["config"], [], LearnerExperiment)
-    serve(experiment, lambda _: ScriptedBuffer(out, job["options"]), lambda _: RememberingSender(out))
+    serve(
+        experiment,
+        lambda _: ScriptedBuffer(out, job["options"]),
+        lambda _: RememberingSender(out),
+    )
     logging.getLogger().removeHandler(handler)
 
 

@@ -6,6 +6,8 @@ import yaml
 from buffer.experiment import ConfigError, DataConfig, JsonlSource, ReasoningGymSource, Section, load
 from launch.experiment import WholeExperiment, differences, dump, read
 
+GAE = ("learner.algorithm.advantage=gae",)
+
 
 @pytest.mark.parametrize(
     ("overrides", "told"),
@@ -24,6 +26,7 @@ from launch.experiment import WholeExperiment, differences, dump, read
         (["model.max_length=9999"], "model.max_length=9999: the model in"),
         (["model.path=/nowhere"], "model.path=/nowhere: no config.json"),
         (["learner.init_from=/nowhere"], "learner.init_from=/nowhere: no meta.json in it"),
+        ([*GAE, "learner.value.path=/nowhere"], "learner.value.path=/nowhere: no config.json"),
         (["learner.stepz=1"], "learner.stepz: unknown key; did you mean steps?"),
         (["learner.processes=3", "learner.parallel.tensor=2"], "learner: processes 3 is not a multiple"),
     ],

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from learner.advantages import EPSILON, Moments, advantages, moments
+from learner.advantages import EPSILON, Moments, advantages, clipped, moments
 
 NONE = Moments(0, 0, 0)
 rewards = st.lists(st.floats(-10, 10), min_size=1, max_size=8)
@@ -69,4 +69,17 @@ def test_moments_of_shards_add_up_to_the_batch():
 
 def test_a_reward_that_is_not_a_number_is_refused():
     with pytest.raises(ValueError, match="group 1 of the shard: rewards"):
-        advantages("grpo", [np.zeros(2), np.array([0.0, math.nan])], NONE)
+        clipped([np.zeros(2), np.array([0.0, math.nan])], None)
+
+
+def test_rewards_are_clipped_on_both_sides_or_left_alone_and_infinite_ones_are_refused_all_the_same():
+    r = np.array([-9.0, -0.5, 3.0])
+    assert clipped([r], 2.0)[0].tolist() == [-2.0, -0.5, 2.0]
+    assert clipped([r], None)[0].tolist() == r.tolist()
+    with pytest.raises(ValueError, match="group 0 of the shard: rewards"):
+        clipped([np.array([0.0, math.inf])], 2.0)
+
+
+def test_with_gae_a_completion_has_no_advantage_of_its_own():
+    (values,) = advantages("gae", [np.array([1.0, 2.0])], NONE)
+    assert values.tolist() == [0.0, 0.0]

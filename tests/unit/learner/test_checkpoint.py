@@ -8,6 +8,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from learner.checkpoint import Checkpoints, Setup, reason_of
 from learner.checkpoint_files import DamagedCheckpoint, verify
+from learner.optimizer import Trainable
 
 SETUP = Setup("float32", False, 1, 1, 1, "digest", "model")
 
@@ -33,6 +34,18 @@ def test_a_complete_one_is_whole_and_says_what_it_is(written):
     verify(path)
     meta = json.loads((path / "meta.json").read_text())
     assert (meta["step"], meta["dtype"], meta["files"]["weights"]["bytes"]) == (10, "float32", 200)
+
+
+def test_what_lies_in_a_folder_of_it_is_part_of_it(tmp_path):
+    partial = tmp_path / "checkpoints" / ".step-000010.tmp" / "value"
+    partial.mkdir(parents=True)
+    (partial / "weights").write_bytes(b"of the value model")
+    Checkpoints(tmp_path, 2, SETUP)._complete(partial.parent, tmp_path / "checkpoints/step-000010", 10)
+    path = tmp_path / "checkpoints/step-000010"
+    verify(path)
+    (path / "value" / "weights").write_bytes(b"of another model..")
+    with pytest.raises(DamagedCheckpoint, match=r"value/weights is not what was written"):
+        verify(path)
 
 
 @pytest.mark.parametrize("damage", ["flip", "cut", "remove", "meta"])
@@ -92,3 +105,14 @@ def test_the_reason_of_a_failed_write_is_one_line_out_of_what_is_wrapped_around_
     except RuntimeError as error:
         wrapped = CheckpointException("write", {0: (error, StackSummary())})
     assert reason_of(wrapped) == "[Errno 28] No space left on device"
+
+
+def test_a_run_with_a_value_model_does_not_go_on_from_a_checkpoint_without_one(tmp_path):
+    path = tmp_path / "checkpoints/step-000010"
+    (tmp_path / "partial").mkdir(parents=True)
+    checkpoints = Checkpoints(tmp_path, 2, SETUP)
+    path.parent.mkdir()
+    checkpoints._complete(tmp_path / "partial", path, 10)
+    some = Trainable(None, None)
+    with pytest.raises(ValueError, match=r"without a value model, this run has learner\.value; set it back"):
+        checkpoints._load(path, some, some)

@@ -35,6 +35,12 @@ def test_one_completion_a_prompt_is_fine_for_reinforce_plus_plus(tmp_path):
     assert load(tmp_path / "c.yaml", [], LearnerExperiment).rollout.group_size == 1
 
 
+def test_dynamic_sampling_would_drop_every_group_of_one(refusal):
+    learner = {"algorithm": {"advantage": "reinforce_plus_plus"}}
+    text = refusal(rollout={"group_size": 1}, buffer={"dynamic_sampling": True}, learner=learner)
+    assert "buffer.dynamic_sampling drops groups" in text
+
+
 def test_more_updates_than_groups(refusal):
     text = refusal(buffer={"groups_per_batch": 2}, learner={"updates_per_batch": 3})
     assert "updates_per_batch=3" in text
@@ -55,3 +61,60 @@ def test_settings_that_would_do_nothing(refusal):
 
 def test_a_schedule_that_would_rise(refusal):
     assert "min_lr 0.1 is above lr 0.01" in refusal(learner={"optimizer": {"lr": 0.01, "min_lr": 0.1}})
+
+
+VALUE = {"path": "reward-model"}
+
+
+def test_gae_and_its_value_model_come_together(refusal):
+    assert "set value.path to the folder it starts from" in refusal(
+        learner={"algorithm": {"advantage": "gae"}}
+    )
+    assert "grpo has no value model, so value would do nothing" in refusal(learner={"value": VALUE})
+
+
+def test_gae_compares_no_completions_and_has_an_optimizer_of_its_own(tmp_path):
+    learner = {"algorithm": {"advantage": "gae"}, "value": {**VALUE, "optimizer": {"lr": 0.01}}}
+    (tmp_path / "c.yaml").write_text(
+        yaml.safe_dump({**BASE, "rollout": {"group_size": 1}, "learner": learner})
+    )
+    read = load(tmp_path / "c.yaml", [], LearnerExperiment).learner
+    assert read.value is not None
+    assert (read.value.gamma, read.value.gae_lambda, read.value.clip) == (1.0, 0.95, 0.2)
+    assert (read.value.optimizer.lr, read.optimizer.lr) == (0.01, 1e-6)
+
+
+def kl(**changes):
+    return {"algorithm": {"advantage": "reinforce_plus_plus", "kl": {"coefficient": 0.1, **changes}}}
+
+
+@pytest.mark.parametrize("advantage", ["grpo", "dr_grpo", "rloo"])
+def test_kl_in_the_reward_needs_rewards_for_tokens(refusal, advantage):
+    learner = kl(placement="reward")
+    learner["algorithm"]["advantage"] = advantage
+    assert f"advantage {advantage} compares one number of each completion" in refusal(learner=learner)
+
+
+@pytest.mark.parametrize("estimator", ["k2", "k3"])
+def test_an_estimator_that_would_drive_away_is_refused_in_the_reward(refusal, estimator):
+    text = refusal(learner=kl(placement="reward", estimator=estimator))
+    assert f"estimator {estimator} is never negative" in text
+
+
+@pytest.mark.parametrize("changes", [{"placement": "reward"}, {"target": 6}])
+def test_a_coefficient_of_nothing_can_neither_be_placed_nor_adapted(refusal, changes):
+    text = refusal(learner=kl(**changes, coefficient=0.0))
+    assert f"coefficient 0 stays 0, so {next(iter(changes))} would do nothing" in text
+
+
+def test_a_horizon_needs_a_target_and_at_least_one_batch(refusal):
+    assert "without target" in refusal(learner=kl(horizon=500))
+    text = refusal(learner=kl(target=6, horizon=5), buffer={"groups_per_batch": 2}, rollout={"group_size": 3})
+    assert "kl.horizon=5 is less than one batch's 6 completions" in text
+
+
+def test_the_estimator_follows_its_place(tmp_path):
+    for placement, expected in (("loss", "k3"), ("reward", "k1")):
+        (tmp_path / "c.yaml").write_text(yaml.safe_dump({**BASE, "learner": kl(placement=placement)}))
+        read = load(tmp_path / "c.yaml", [], LearnerExperiment)
+        assert read.learner.algorithm.kl.estimate == expected

@@ -174,6 +174,15 @@ def test_a_layout_that_does_not_fit_or_a_target_that_exists_writes_nothing(make,
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 
+def test_a_checkpoint_with_a_value_model_is_not_cut_anew_without_it(make, tmp_path):
+    checkpoint, target = tmp_path / "step-000004", tmp_path / "again"
+    conversion.hf_to_megatron(make(), checkpoint, ParallelConfig())
+    (checkpoint / "value").mkdir()
+    with pytest.raises(ValueError, match="holds a value model too, which is not cut anew"):
+        conversion.reshard(checkpoint, target, TWO_BY_TWO)
+    assert not target.exists()
+
+
 MEASURED = """
 import json, re, sys
 from pathlib import Path

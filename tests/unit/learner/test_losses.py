@@ -100,14 +100,16 @@ def test_against_a_loop(rows, loss, kind, how, estimator, first_pass):
     )
     batch = micro_batch(behavior, advantages, sequences, None if first_pass else proximal, reference)
     entropy = [abs(x) for x in current]
-    value, metrics = objective(torch.tensor(current), torch.tensor(entropy), batch, of, TOTAL)
+    value, metrics = objective(
+        torch.tensor(current), torch.tensor(entropy), batch, of, TOTAL, of.kl.coefficient
+    )
     assert float(value) == pytest.approx(oracle(current, entropy, batch, of), rel=2e-4, abs=2e-5)
     assert float(metrics["tokens"]) == len(rows)
 
 
 def gradient(batch, of, current):
     logprobs = torch.tensor(current, requires_grad=True)
-    value, metrics = objective(logprobs, torch.zeros(len(current)), batch, of, TOTAL)
+    value, metrics = objective(logprobs, torch.zeros(len(current)), batch, of, TOTAL, of.kl.coefficient)
     value.backward()
     return logprobs.grad, metrics
 
@@ -176,7 +178,7 @@ def test_everything_masked_gives_zero_and_no_nan():
 
 def test_an_empty_micro_batch_adds_nothing():
     logprobs = torch.tensor([-3.0], requires_grad=True)
-    value, metrics = objective(logprobs, torch.ones(1), empty(), algorithm(entropy=0.1), TOTAL)
+    value, metrics = objective(logprobs, torch.ones(1), empty(), algorithm(entropy=0.1), TOTAL, 0.0)
     value.backward()
     assert logprobs.grad is not None
     assert float(logprobs.grad) == 0
@@ -190,7 +192,7 @@ def test_a_logprob_that_is_not_finite_is_refused_with_its_place(bad, whose):
     values[whose][2] = bad
     batch = micro_batch(values["behavior"], [1.0] * 3, [4, 4, 7], values["proximal"], values["reference"])
     with pytest.raises(NonFiniteLogprob, match=f"{whose} logprob of token 2 in sequence 7"):
-        objective(torch.tensor(values["learner"]), torch.zeros(3), batch, algorithm(), TOTAL)
+        objective(torch.tensor(values["learner"]), torch.zeros(3), batch, algorithm(), TOTAL, 0.0)
 
 
 def test_effective_sample_size_and_distances_come_from_the_sums():

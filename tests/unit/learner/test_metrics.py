@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from buffer.records import Group, Trajectory
-from learner.metrics import Journal, StepReport, Timings, effective_share, staleness
+from learner.advantages import Moments
+from learner.metrics import Journal, StepReport, Timings, ValueReport, effective_share, staleness
 
 
 def sums(tokens, **changes):
@@ -41,6 +42,27 @@ def test_a_batch_without_gradient_has_no_ratio():
     assert row["ess"] is None
     assert row["rho/mean"] is None
     assert row["gradient_fraction"] == 0
+
+
+def test_divergence_is_of_a_completion_over_all_updates():
+    report = StepReport(lr=0.1, kl_coefficient=0.05, completions=4)
+    report.add(sums(10.0, reference_k1=1.5), 1.0, True)
+    report.add(sums(30.0, reference_k1=0.5), 1.0, True)
+    assert report.divergence == pytest.approx(0.5)
+    assert (report.row()["kl/completion"], report.row()["kl/coefficient"]) == (0.5, 0.05)
+
+
+def test_a_value_model_has_its_own_numbers_and_no_other_run_has_them():
+    value = ValueReport(lr=0.2, returns=Moments(4, 8.0, 20.0), errors=Moments(4, 0.0, 1.0))
+    value.add({"loss": 0.5, "clipped": 1.0, "tokens": 10.0}, 2.0, True)
+    value.add({"loss": 1.5, "clipped": 3.0, "tokens": 30.0}, 4.0, False)
+    row = StepReport(lr=0.1, value=value).row()
+    assert row["value/loss"] == pytest.approx(1.0)
+    assert row["value/clip_fraction"] == pytest.approx(0.1)
+    assert row["value/return_mean"] == pytest.approx(2.0)
+    assert row["value/explained_variance"] == pytest.approx(0.75)
+    assert (row["value/lr"], row["value/grad_norm"], row["value/skipped_updates"]) == (0.2, 3.0, 1)
+    assert not any(key.startswith("value/") for key in StepReport(lr=0.1).row())
 
 
 def test_effective_share_is_one_for_equal_weights_and_one_over_n_for_a_single_one():

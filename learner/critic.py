@@ -1,0 +1,60 @@
+"""The value model of PPO: values before a batch's updates, and its own optimizer steps.
+
+Called by `learner/step.py`; collective, with the same micro-batches as the policy's.
+"""
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from learner.config import ValueConfig
+from learner.losses import VALUE_METRICS, Denominators, Metrics, value_objective
+from learner.metrics import ValueReport
+from learner.optimizer import Trainable, apply_gradients, learning_rate, set_rates
+from learner.packing import MicroBatch
+from learner.passes import reduce_sums, run_schedule
+
+
+class Critic:
+    """Owns nothing but references; the trainable's weights and moments are the state."""
+
+    def __init__(self, config: ValueConfig, trainable: Trainable, steps: int) -> None:
+        """Args:
+        trainable: Around a ScoreModel; its score at the position that predicts token t is V(s_t).
+        steps: Of the run, for the learning rate's schedule.
+        """
+        self.config = config
+        self.trainable = trainable
+        self._steps = steps
+
+    def begin(self, index: int) -> ValueReport:
+        """Set batch `index`'s learning rate; the report is for its updates."""
+        optimizer = self.config.optimizer
+        rate = learning_rate(optimizer, index, self._steps)
+        set_rates(self.trainable.optimizer, rate, optimizer)
+        return ValueReport(lr=rate)
+
+    def values(self, micro_batches: Sequence[MicroBatch]) -> list[Tensor]:
+        """V of every micro-batch's targets, float32 [N] each, without gradients; on the last stage only."""
+
+        def keep(batch: MicroBatch, values: Tensor) -> tuple[Tensor, Tensor]:
+            return values.detach().sum(), values.detach()
+
+        return run_schedule(self.trainable.model, micro_batches, keep, True)
+
+    def update(self, micro_batches: Sequence[MicroBatch], total: Denominators, report: ValueReport) -> None:
+        """One optimizer step towards the micro-batches' returns."""
+
+        def measure(batch: MicroBatch, values: Any) -> tuple[Tensor, Metrics]:
+            return value_objective(values, batch, self.config.clip, total)
+
+        started = time.perf_counter()
+        self.trainable.model.zero_grad_buffer()
+        self.trainable.optimizer.zero_grad()
+        found = run_schedule(self.trainable.model, micro_batches, measure, False)
+        sums = reduce_sums(found, VALUE_METRICS)
+        norm, made = apply_gradients(self.trainable.optimizer, self.config.optimizer.clip_grad)
+        report.add(sums, norm, made)
+        report.seconds += time.perf_counter() - started

@@ -1,0 +1,91 @@
+"""PPO with a value model on real Megatron: every layout, a resume, and a policy that learns."""
+
+import pytest
+import torch
+from learner_runs import STEPS, Run, assert_same, continued, learn, make_model
+
+pytestmark = pytest.mark.slow
+
+PPO = {
+    "updates_per_batch": 2,
+    "algorithm": {
+        "advantage": "gae",
+        "kl": {"coefficient": 0.1, "placement": "reward", "target": 0.5, "horizon": 100},
+    },
+    "value": {"optimizer": {"lr": 1e-2, "clip_grad": 0.4}},
+    "checkpoint": {"every": 2, "export": True},
+}
+LEARNING = {
+    "steps": 14,
+    "algorithm": {"advantage": "gae"},
+    "optimizer": {"lr": 2e-2},
+    "value": {"optimizer": {"lr": 3e-3}},
+    "checkpoint": {"every": 14},
+}
+COMPARED = (
+    *("value/loss", "value/grad_norm", "value/return_mean", "value/explained_variance"),
+    *("kl/coefficient", "kl/completion"),
+)
+
+
+def assert_same_ppo(got: Run, expected: Run, rel: float) -> None:
+    """The value model and the KL coefficient's control too."""
+    assert_same(got, expected, rel)
+    for one, two in zip(got.rows, expected.rows, strict=True):
+        for key in COMPARED:
+            assert one[key] == pytest.approx(two[key], rel=rel, abs=rel / 10), (one["step"], key)
+    for name, tensor in expected.values.items():
+        assert torch.allclose(got.values[name], tensor, rtol=rel, atol=rel), name
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return make_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def one(model, tmp_path_factory):
+    """What one process does; the first run ended by SIGKILL at batch 3, behind the checkpoint of step 2."""
+    root = tmp_path_factory.mktemp("one")
+    killed = Run(root / "killed", model, options={"kill_at": 3}, **PPO)
+    learn(1, [killed], killed=True)
+    runs = {
+        "whole": Run(root / "whole", model, **PPO),
+        "resumed": continued(killed, model, "resumed", **PPO),
+        "learning": Run(root / "learning", model, options={"own_samples": str(model)}, **LEARNING),
+    }
+    learn(1, list(runs.values()))
+    return {"killed": killed, **runs}
+
+
+@pytest.fixture(scope="module")
+def two(model, tmp_path_factory):
+    """What two processes do."""
+    root = tmp_path_factory.mktemp("two")
+    layouts = {"data": {"distributed_optimizer": True}, "tensor": {"tensor": 2}, "pipeline": {"pipeline": 2}}
+    runs = {name: Run(root / name, model, layout=layout, **PPO) for name, layout in layouts.items()}
+    learn(2, list(runs.values()))
+    return runs
+
+
+@pytest.mark.parametrize("layout", ["data", "tensor", "pipeline"])
+def test_every_layout_gives_the_same_numbers(layout, one, two):
+    rows = one["whole"].rows
+    assert all(r["value/grad_norm"] > 0 for r in rows)
+    assert len({r["kl/coefficient"] for r in rows}) == STEPS, "it moves"
+    assert_same_ppo(two[layout], one["whole"], rel=1e-3)
+
+
+def test_a_killed_learner_goes_on_exactly_with_its_value_model_and_its_kl_coefficient(one):
+    assert [r["step"] for r in one["killed"].rows] == [1, 2, 3]
+    assert "resumed from" in one["resumed"].log
+    assert_same_ppo(one["resumed"], one["whole"], rel=0)
+
+
+def test_a_policy_that_answers_itself_learns_with_the_advantages_of_its_value_model(one):
+    rows = one["learning"].rows
+    rewards = [r["reward/mean"] for r in rows]
+    assert sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 0.25, rewards
+    assert all(r["rho/mean"] == pytest.approx(1, abs=1e-3) for r in rows), "its own samples, at once"
+    assert rows[-1]["value/loss"] < rows[0]["value/loss"] / 2
+    assert rows[-1]["value/return_mean"] == pytest.approx(rewards[-1], abs=0.1), "one reward, at the end"

@@ -1,0 +1,268 @@
+"""A whole step of PPO against Hugging Face models and loops over tokens: what each token is trained with."""
+
+import json
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, LlamaConfig
+
+from buffer.records import Batch, Group, Trajectory
+from learner import critic as critic_module
+from learner import parallel
+from learner import step as step_module
+from learner.advantages import EPSILON
+from learner.config import LearnerExperiment, ParallelConfig
+from learner.critic import Critic
+from learner.losses import adapted
+from learner.model import build_model
+from learner.optimizer import make_trainable, prepare_schedule
+from learner.step import Updater
+
+SIZES = {
+    "vocab_size": 67,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
+GAMMA, LAMBDA, BETA, CLIP = 0.9, 0.8, 0.3, 1.5
+REWARDS = [[1.0, 1.0, 1.0], [0.0, 9.0, -1.0], [0.5, 0.0, 2.0]]
+"""Of each group: equal ones first, then one beyond the clip."""
+
+
+@pytest.fixture(scope="module")
+def one_process():
+    parallel.initialize(ParallelConfig(), seed=3)
+    yield
+    parallel.shutdown()
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    root = tmp_path_factory.mktemp("models")
+    for seed, name in enumerate(("policy", "reference", "value")):
+        torch.manual_seed(seed)
+        kind = AutoModelForSequenceClassification if name == "value" else AutoModelForCausalLM
+        model = kind.from_config(LlamaConfig(**SIZES, num_labels=1, pad_token_id=0))
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+        model.save_pretrained(root / name)
+    return root
+
+
+def group(number: int) -> Group:
+    draw = np.random.default_rng(number)
+    prompt = draw.integers(3, 67, 4)
+    made = []
+    for index, reward in enumerate(REWARDS[number]):
+        length = int(draw.integers(2, 8))
+        ids = np.concatenate([prompt, draw.integers(3, 67, length)]).astype(np.int32)
+        mask = np.array([0] * 4 + [1] * length, np.uint8)
+        if length > 4:
+            mask[6] = 0  # a tool's token: a completion's next trained token is the one behind it
+        behavior = (draw.normal(-4.2, 0.1, len(ids)) * mask).astype(np.float32)
+        reason = "length" if index == 1 else "stop"
+        versions = np.zeros(len(ids), np.int32)
+        made.append(Trajectory(index, ids, mask, behavior, versions, reward, {}, reason))
+    return Group(f"g{number}", "lease", str(number), "train", tuple(made))
+
+
+BATCH = Batch(0, tuple(group(n) for n in range(3)), {})
+
+
+def experiment(folders, **algorithm) -> LearnerExperiment:
+    value = {"path": str(folders / "value"), "gamma": GAMMA, "gae_lambda": LAMBDA, "optimizer": {"lr": 1e-9}}
+    learner = {
+        "steps": 4,
+        "updates_per_batch": 2,
+        "tokens_per_microbatch": 64,
+        "optimizer": {"lr": 1e-9},
+        "algorithm": {"reward_clip": CLIP, **algorithm},
+    }
+    return LearnerExperiment.model_validate(
+        {
+            "name": "x",
+            "run_dir": "r",
+            "model": {"path": str(folders / "policy"), "dtype": "float32", "max_length": 64},
+            "buffer": {"groups_per_batch": 3},
+            "rollout": {"group_size": 3},
+            "learner": learner | ({"value": value} if algorithm["advantage"] == "gae" else {}),
+        }
+    )
+
+
+@dataclass
+class Token:
+    """What one trained token is expected to be trained with."""
+
+    advantage: float
+    target: float
+    """Its return."""
+    value: float
+    divergence: float
+    """log π - log π_ref."""
+
+
+@pytest.fixture(scope="module")
+def models(folders):
+    found = [AutoModelForCausalLM.from_pretrained(folders / name) for name in ("policy", "reference")]
+    return [*found, AutoModelForSequenceClassification.from_pretrained(folders / "value")]
+
+
+@torch.no_grad()
+def facts(models, trajectory: Trajectory) -> list[tuple[float, float, float, float]]:
+    """Of each trained token: log μ, log π, log π_ref and V before it."""
+    ids = torch.tensor(trajectory.token_ids[None], dtype=torch.int64)
+    policy, reference = (m(ids).logits[0].log_softmax(-1) for m in models[:2])
+    values = models[2].model(ids).last_hidden_state[0] @ models[2].score.weight[0]
+    return [
+        (
+            float(trajectory.behavior_logprobs[t]),
+            float(policy[t - 1, ids[0, t]]),
+            float(reference[t - 1, ids[0, t]]),
+            float(values[t - 1]),
+        )
+        for t in np.flatnonzero(trajectory.loss_mask)
+    ]
+
+
+def oracle(models, gamma, lam, in_reward, with_values, behavior=False) -> dict[float, Token]:
+    """By the token's log μ, which is its own."""
+    tokens: dict[float, Token] = {}
+    for trajectory in (t for g in BATCH.groups for t in g.trajectories):
+        known = facts(models, trajectory)
+        values = [v if with_values else 0.0 for *_, v in known] + [0.0]
+        carried = 0.0
+        for t in reversed(range(len(known))):
+            mu, logprob, reference, _ = known[t]
+            reward = -in_reward * ((mu if behavior else logprob) - reference)
+            if t == len(known) - 1:
+                reward += min(max(trajectory.reward, -CLIP), CLIP)
+            carried = reward + gamma * values[t + 1] - values[t] + gamma * lam * carried
+            tokens[mu] = Token(carried, carried + values[t], values[t], logprob - reference)
+    found = [token.advantage for token in tokens.values()]
+    mean = sum(found) / len(found)
+    std = math.sqrt(sum((a - mean) ** 2 for a in found) / len(found))
+    for token in tokens.values():
+        token.advantage = (token.advantage - mean) / (std + EPSILON)
+    return tokens
+
+
+@pytest.fixture
+def trained(one_process, folders, monkeypatch):
+    """Runs a step; gives its updater, its report and the micro-batches that both models were trained on."""
+
+    def step(**algorithm):
+        of = experiment(folders, **algorithm)
+        layout, kept = of.learner.parallel, {"policy": [], "value": []}
+
+        def build(name, head="vocabulary"):
+            return build_model(folders / name, layout, torch.float32, head=head)
+
+        reference = build("reference").requires_grad_(False)
+        prepare_schedule(reference.config)
+        policy = make_trainable(build("policy"), of.learner.optimizer, layout)
+        critic = None
+        if of.learner.value is not None:
+            value = make_trainable(build("value", "score"), of.learner.value.optimizer, layout)
+            critic = Critic(of.learner.value, value, of.learner.steps)
+        for module, name, place in (
+            (step_module, "objective", "policy"),
+            (critic_module, "value_objective", "value"),
+        ):
+            original = getattr(module, name)
+
+            def remember(*args, original=original, place=place):
+                kept[place].append(next(a for a in args if hasattr(a, "behavior_logprobs")))
+                return original(*args)
+
+            monkeypatch.setattr(module, name, remember)
+        updater = Updater(of, policy, reference, critic)
+        return updater, updater.update(BATCH), kept
+
+    return step
+
+
+def assert_trained_with(kept, expected: dict[float, Token], values: bool) -> None:
+    got = []
+    for batch in kept:
+        columns = [batch.behavior_logprobs, batch.advantages]
+        columns += [batch.returns, batch.old_values] if values else []
+        got += list(zip(*(c.tolist() for c in columns), strict=True))
+    assert sorted(row[0] for row in got) == sorted(expected), "every trained token once"
+    for mu, advantage, *rest in got:
+        token = expected[mu]
+        assert advantage == pytest.approx(token.advantage, abs=1e-3)
+        assert rest == pytest.approx([token.target, token.value] if values else [], abs=1e-4)
+
+
+def test_ppo_with_the_kl_in_the_reward(trained, models):
+    kl = {"coefficient": BETA, "placement": "reward", "target": 0.5, "horizon": 100}
+    updater, report, kept = trained(advantage="gae", kl=kl)
+    expected = oracle(models, GAMMA, LAMBDA, BETA, True)
+    assert_trained_with(kept["policy"], expected, values=True)
+    assert_trained_with(kept["value"], expected, values=True)
+    row = report.row()
+    tokens = list(expected.values())
+    returns, errors = np.array([t.target for t in tokens]), np.array([t.target - t.value for t in tokens])
+    assert row["value/return_mean"] == pytest.approx(returns.mean(), rel=1e-4)
+    assert row["value/explained_variance"] == pytest.approx(1 - errors.var() / returns.var(), rel=1e-3)
+    assert row["value/loss"] * 2 == pytest.approx(sum_of_update_losses(kept["value"], expected), rel=1e-3)
+    divergence = sum(t.divergence for t in tokens) / 9
+    assert row["kl/completion"] == pytest.approx(divergence, rel=1e-4)
+    assert row["kl/coefficient"] == BETA
+    after = updater.position()
+    assert after["kl_coefficient"] == pytest.approx(adapted(BETA, divergence, 9, 0.5, 100))
+    assert after["kl_coefficient"] != BETA
+
+
+def sum_of_update_losses(kept, expected) -> float:
+    """Each update's mean over its tokens of half the squared error; nothing is past the band yet."""
+    total = 0.0
+    for batch in kept:
+        tokens = [expected[mu] for mu in batch.behavior_logprobs.tolist()]
+        total += sum(0.5 * (t.value - t.target) ** 2 for t in tokens) / len(tokens)
+    return total
+
+
+def test_ppo_without_a_kl_and_with_the_behavior_policy_in_its_place(trained, models):
+    _, _, kept = trained(advantage="gae")
+    assert_trained_with(kept["policy"], oracle(models, GAMMA, LAMBDA, 0.0, True), values=True)
+    kl = {"coefficient": BETA, "placement": "reward"}
+    _, _, kept = trained(advantage="gae", kl=kl, correction={"kind": "bypass"})
+    assert_trained_with(kept["policy"], oracle(models, GAMMA, LAMBDA, BETA, True, behavior=True), values=True)
+
+
+def test_reinforce_plus_plus_with_the_kl_in_the_reward_takes_what_is_still_to_come(trained, models):
+    kl = {"coefficient": BETA, "placement": "reward"}
+    _, report, kept = trained(advantage="reinforce_plus_plus", kl=kl)
+    assert_trained_with(kept["policy"], oracle(models, 1.0, 1.0, BETA, False), values=False)
+    assert kept["value"] == []
+    assert "value/loss" not in report.row()
+
+
+def test_a_coefficient_that_moves_goes_on_from_the_checkpoint_and_a_fixed_one_from_the_configuration(
+    trained,
+):
+    moving = {"coefficient": BETA, "placement": "reward", "target": 0.5, "horizon": 100}
+    updater, _, _ = trained(advantage="reinforce_plus_plus", kl=moving)
+    told = json.loads(json.dumps(updater.position()))
+    fresh, _, _ = trained(advantage="reinforce_plus_plus", kl=moving)
+    fresh.restore(told)
+    assert fresh.position() == told
+    fixed, _, _ = trained(advantage="reinforce_plus_plus", kl={"coefficient": 0.1, "placement": "reward"})
+    fixed.restore(told)
+    assert fixed.position() == {"kl_coefficient": 0.1}
+
+
+def test_values_that_are_not_finite_end_the_step_with_what_to_do(trained, monkeypatch):
+    nan = torch.tensor(math.nan)
+    monkeypatch.setattr(Critic, "values", lambda _, batches: [nan.expand(len(m.target_ids)) for m in batches])
+    with pytest.raises(ValueError, match=r"advantages are not finite.*learner\.value\.optimizer\.lr"):
+        trained(advantage="gae")
