@@ -110,7 +110,7 @@ class Plan:
 
 
 def plan(config: Path, overrides: list[str], target: Target) -> Plan:
-    """Read an experiment and plan it; only config.json of its model must exist here.
+    """Read an experiment and plan it; only config.json of its model, and of its value model, must exist here.
 
     Raises:
         ConfigError: A mistake in the experiment.
@@ -124,6 +124,8 @@ def plan(config: Path, overrides: list[str], target: Target) -> Plan:
 def of(experiment: WholeExperiment, family: Family, target: Target) -> Plan:
     """The plan of an experiment that was read already."""
     family.check_layout(experiment.learner.parallel)
+    if experiment.learner.value is not None:
+        families.read(experiment.learner.value.path, "score").check_layout(experiment.learner.parallel)
     kinds = (*_learner(experiment, family, target), _server(experiment, family, target))
     return Plan(experiment, family, target, kinds)
 
@@ -183,15 +185,24 @@ def _stage(
     held = {"weights": weights, "gradients": float(count * budget.FLOAT32), "optimizer": optimizer}
     if learner.algorithm.kl.coefficient:
         held["reference model"] = weights
+    value = families.read(learner.value.path, "score") if learner.value is not None else None
+    widest = count
+    if value is not None:
+        widest = max(count, of_value := budget.parameters(value, layout.tensor, layout.pipeline, stage))
+        held["value model"] = float(of_value * (machine.weight_bytes + budget.FLOAT32))
+        held["value model"] += budget.optimizer_bytes(of_value, machine.weight_bytes, shares)
     held["runtime (assumed)"] = RUNTIME_GIB["gpu" if target.gpu else "cpu"] * GIB
     training = budget.stage_activations(family, learner, stage, micro_batch_of(experiment), machine)
     moments = {"training": {k: float(v) for k, v in training.items()}}
+    if value is not None:
+        values = budget.stage_activations(value, learner, stage, micro_batch_of(experiment), machine)
+        moments["training of the value model"] = {k: float(v) for k, v in values.items()}
     if publishing:
         moments["publishing"] = publishing
     # A checkpoint is copied to the host before it is written.
     host = {"checkpoint": weights + optimizer} if target.gpu else {}
     if layout.distributed_optimizer:
-        gathered, beside = budget.gathered_optimizer_bytes(count, data, target.gpu)
+        gathered, beside = budget.gathered_optimizer_bytes(widest, data, target.gpu)
         moments["checkpoint"] = {"gathered optimizer": gathered}
         host = {"checkpoint": weights + beside} if target.gpu else {}
     return RankKind(name, ranks, held, moments, host)

@@ -74,7 +74,7 @@ def parameters(family: Family, tensor: int, pipeline: int, stage: int) -> int:
     """Of one rank of a pipeline stage.
 
     The first stage has the embedding, the last the final norm and the output layer; tied embeddings lie once
-    more on a last stage that is not the first.
+    more on a last stage that is not the first. A score model has one row for an output layer.
     """
     table = family.padded_vocab(tensor) // tensor * family.hidden
     count = layer_parameters(family, tensor) * (family.layers // pipeline)
@@ -82,7 +82,8 @@ def parameters(family: Family, tensor: int, pipeline: int, stage: int) -> int:
         count += table
     if stage == pipeline - 1:
         count += family.hidden
-        count += 0 if family.tied and pipeline == 1 else table
+        output = family.hidden if family.head == "score" else table
+        count += 0 if family.tied and pipeline == 1 else output
     return count
 
 
@@ -196,7 +197,7 @@ def stage_activations(
     if learner.recompute:
         layer["a layer computed again"] = layer_activations(family, tensor, batch, machine)
     output: dict[str, int] = {}
-    if stage == learner.parallel.pipeline - 1:
+    if stage == learner.parallel.pipeline - 1 and family.head == "vocabulary":
         kept, moment = output_bytes(family, tensor, batch, machine)
         output = {"logits and output layer": kept, "work on logits": moment}
     fuller = max(output, layer, key=lambda part: sum(part.values()))

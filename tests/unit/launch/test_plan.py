@@ -1,10 +1,11 @@
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from launch.experiment import WholeExperiment
-from launch.plan import GIB, Target, kv_bytes_per_token, plan, server_parameters
+from launch.plan import GIB, Target, kv_bytes_per_token, machine_of, micro_batch_of, plan, server_parameters
 from launch.plan_changes import changes
 from launch.plan_screen import as_json
 from learner import budget, families
@@ -61,6 +62,28 @@ def test_a_reference_model_is_held_beside_the_policy():
     plain, *_ = planned().kinds
     (beside, *_) = planned("policy-7b", "learner.algorithm.kl.coefficient=0.1").kinds
     assert beside.total - plain.total == beside.held["reference model"] == plain.held["weights"]
+
+
+def test_a_value_model_is_held_and_trained_beside_the_policy():
+    shape = "configs/shapes/llama-2-7b"
+    settings = ["learner.algorithm.advantage=gae", f"learner.value.path={shape}"]
+    alone = ["learner.processes=1", "learner.parallel.tensor=1"]
+    with_value, *_ = planned("policy-7b", *settings, *alone).kinds
+    family = families.read(shape)
+    # A row of scores in the place of the output layer.
+    count = budget.whole_parameters(family) - (family.vocab - 1) * family.hidden
+    assert with_value.held["value model"] == (2 + 4 + 12) * count
+    assert with_value.moments["training of the value model"]
+
+
+def test_a_value_model_computes_no_logits():
+    experiment = planned("policy-7b", "learner.recompute=false").experiment
+    batch, machine = micro_batch_of(experiment), machine_of(experiment, gpu=True)
+    # Its layers take less than an output layer would.
+    narrow = replace(families.read("configs/shapes/llama-2-7b", "score"), ffn=64)
+    for head, expected in (("vocabulary", True), ("score", False)):
+        taken = budget.stage_activations(replace(narrow, head=head), experiment.learner, 0, batch, machine)
+        assert ("logits and output layer" in taken) == expected
 
 
 def test_recompute_and_smaller_micro_batches_take_less():
