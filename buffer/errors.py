@@ -39,8 +39,8 @@ class BatchForgotten(Refusal, ValueError):
     kind = "batch_forgotten"
 
 
-class BufferUnreachable(TimeoutError):
-    """No answer from the buffer within the call's deadline."""
+class Unreachable(TimeoutError):
+    """No answer from the service within the call's deadline."""
 
 
 class DiskFailed(ValueError):
@@ -48,7 +48,11 @@ class DiskFailed(ValueError):
 
 
 class BufferInUse(ValueError):
-    """The address or the run folder belongs to another live buffer."""
+    """The run folder belongs to another live buffer."""
+
+
+class AddressTaken(ValueError):
+    """Somebody else listens where a service was told to."""
 
 
 KINDS: dict[str, type[Refusal]] = {

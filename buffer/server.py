@@ -5,7 +5,6 @@ have one each, so that a thousand waiting polls and a gigabyte on its way out ne
 """
 
 import asyncio
-import ipaddress
 import logging
 import time
 from collections.abc import Callable
@@ -21,7 +20,8 @@ from buffer import assembly, groups, wire
 from buffer.commits import Change, Commits, happens
 from buffer.config import BufferConfig
 from buffer.database import read_only
-from buffer.errors import BadMessage, BufferInUse, Refusal, RunFinished
+from buffer.errors import BadMessage, Refusal, RunFinished
+from buffer.router import listen
 from buffer.store import Store
 from buffer.wire import Request
 
@@ -82,7 +82,7 @@ class BufferServer:
         """Binds. `path` is the store's file, read by a second connection.
 
         Raises:
-            BufferInUse: The address is taken.
+            AddressTaken: Somebody else listens there.
             ValueError: The address reaches beyond this machine.
         """
         self.traffic = Traffic()
@@ -92,7 +92,13 @@ class BufferServer:
         self._commits = Commits(store)
         self._over_since: float | None = None
         self._context = zmq.asyncio.Context()
-        self._socket = _bind(self._context, config)
+        try:
+            self._socket = listen(
+                self._context, "buffer.address", config.address, config.max_message_mib << 20
+            )
+        except ValueError:
+            self._context.term()
+            raise
         self._connection = read_only(path)
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="reader")
         self._checker = ThreadPoolExecutor(1, thread_name_prefix="checker")
@@ -242,39 +248,3 @@ class BufferServer:
             if found or left <= 0:
                 return found
             await happens(event, left)
-
-
-def _bind(context: zmq.asyncio.Context, config: BufferConfig) -> zmq.asyncio.Socket:
-    if not _is_local(config.address):
-        context.term()
-        raise ValueError(
-            f"buffer.address: {config.address} reaches beyond this machine, which needs keys; "
-            "use a loopback address"
-        )
-    socket = context.socket(zmq.ROUTER)
-    socket.setsockopt(zmq.MAXMSGSIZE, config.max_message_mib << 20)
-    socket.setsockopt(zmq.HEARTBEAT_IVL, 5000)
-    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 20000)
-    socket.setsockopt(zmq.IPV6, 1)
-    try:
-        socket.bind(config.address)
-    except zmq.ZMQError as error:
-        socket.close(linger=0)
-        context.term()
-        if error.errno == zmq.EADDRINUSE:
-            raise BufferInUse(
-                f"buffer.address: {config.address} is taken; stop who listens there or set another"
-            ) from None
-        raise ValueError(f"buffer.address: {config.address}: {error}") from None
-    return socket
-
-
-def _is_local(address: str) -> bool:
-    scheme, _, rest = address.partition("://")
-    host = rest.rpartition(":")[0].strip("[]")
-    if scheme == "ipc" or host == "localhost":
-        return True
-    try:
-        return scheme == "tcp" and ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False

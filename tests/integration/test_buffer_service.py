@@ -16,7 +16,7 @@ import zmq.asyncio
 
 from buffer import wire
 from buffer.client import BufferClient, RunFinished
-from buffer.errors import BadMessage, BufferUnreachable, WrongRun
+from buffer.errors import BadMessage, Unreachable, WrongRun
 from buffer.records import Group, Lease, Trajectory
 
 
@@ -165,7 +165,7 @@ def test_oversize_another_run_and_silence_are_told(service):
             with pytest.raises(WrongRun, match="'other'"):
                 await stranger.lease(1, 1.0)
         async with BufferClient("tcp://127.0.0.1:9", "learner", "run", "rank-0", deadline_s=0.5) as lonely:
-            with pytest.raises(BufferUnreachable, match="no answer to published"):
+            with pytest.raises(Unreachable, match="no answer to published"):
                 await lonely.published(0)
 
     asyncio.run(asyncio.wait_for(run(), 60))

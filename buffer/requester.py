@@ -1,0 +1,171 @@
+"""One connection to a service that answers requests: each is repeated, under its id, until it is answered."""
+
+import asyncio
+import logging
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self
+
+import zmq
+import zmq.asyncio
+from zmq.utils.monitor import recv_monitor_message
+
+from buffer.errors import Refusal, Unreachable
+from buffer.groups import Frame
+
+logger = logging.getLogger(__name__)
+
+RESEND_S = 5.0
+"""Unanswered for this long, a request is sent again; each further time twice as long."""
+LONGEST_RESEND_S = 30.0
+
+Answer = tuple[dict[str, Any], list[memoryview]]
+"""A reply's fields and the raw frames behind it."""
+
+
+@dataclass(slots=True)
+class _Pending:
+    message: Sequence[Frame]
+    answer: "asyncio.Future[Answer]"
+
+
+class Requester:
+    """A DEALER socket; calls may run side by side, all of one event loop.
+
+    Every request must be safe to repeat. It goes out again when its answer is late, and at once when the
+    connection comes back: a service that was killed and restarted costs time only.
+
+    Args:
+        peer: What the other side is called, for messages.
+        address: Where it listens.
+        decode: The request's id and the reply's fields, from a reply's header; raises `Refusal` when not even
+            the id can be trusted.
+        logger: Of the caller, in whose name waiting is told.
+    """
+
+    def __init__(
+        self,
+        peer: str,
+        address: str,
+        decode: Callable[[Frame], tuple[str, dict[str, Any]]],
+        logger: logging.Logger = logger,
+    ) -> None:
+        self._address = address
+        self.heard = time.monotonic()
+        """When the last answer came."""
+        self._peer = f"{peer} at {address}"
+        self._decode = decode
+        self._logger = logger
+        self._pending: dict[str, _Pending] = {}
+
+    async def __aenter__(self) -> Self:
+        self._context = zmq.asyncio.Context()
+        self._socket = self._context.socket(zmq.DEALER)
+        self._socket.setsockopt(zmq.RECONNECT_IVL, 100)
+        self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 2000)
+        self._socket.setsockopt(zmq.HEARTBEAT_IVL, 5000)
+        self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 20000)
+        self._socket.setsockopt(zmq.IPV6, 1)
+        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
+        self._socket.connect(self._address)
+        self.heard = time.monotonic()
+        self._tasks = [asyncio.create_task(self._receive()), asyncio.create_task(self._resend_on_reconnect())]
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for task in self._tasks:
+            task.cancel()
+        for task in self._tasks:
+            with suppress(asyncio.CancelledError):
+                await task
+        self._socket.disable_monitor()
+        self._monitor.close(linger=0)
+        self._socket.close(linger=0)
+        self._context.term()
+
+    async def ask(
+        self,
+        request_id: str,
+        message: Sequence[Frame],
+        what: str,
+        deadline: float,
+        expected_s: float = 0.0,
+    ) -> Answer:
+        """Send until answered.
+
+        Args:
+            request_id: Stands in the message's header and in the answer's.
+            message: Its frames.
+            what: The request's name, for messages.
+            deadline: When to give up, by `time.monotonic`.
+            expected_s: For so long it may well go unanswered.
+
+        Raises:
+            Unreachable: No answer by the deadline.
+            Refusal: An answer that cannot be read.
+        """
+        pending = _Pending(message, asyncio.get_running_loop().create_future())
+        self._pending[request_id] = pending
+        started = time.monotonic()
+        pause = max(RESEND_S, expected_s)
+        try:
+            while True:
+                left = deadline - time.monotonic()
+                if await self._answered(pending, min(pause, left)):
+                    return pending.answer.result()
+                waited = time.monotonic() - started
+                if left <= pause:
+                    raise Unreachable(f"{self._peer}: no answer to {what} within {waited:.0f} s")
+                self._logger.warning("waiting for %s (%s, %.0f s)", self._peer, what, waited)
+                pause = min(2 * pause, LONGEST_RESEND_S)
+        finally:
+            del self._pending[request_id]
+
+    async def _answered(self, pending: _Pending, wait_s: float) -> bool:
+        """Send once, and wait; while nobody takes what is sent, that may wait too."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(wait_s):
+                await self._send(pending)
+                await asyncio.wait([pending.answer])
+        return pending.answer.done()
+
+    async def _send(self, pending: _Pending) -> None:
+        await self._socket.send_multipart(pending.message, copy=False)
+
+    async def _receive(self) -> None:
+        """Consumes answers; hands each to its request. An answer that nobody waits for any more is
+        dropped."""
+        while True:
+            frames = await self._socket.recv_multipart(copy=False)
+            self.heard = time.monotonic()
+            try:
+                request_id, reply = self._decode(frames[0].buffer)
+            except Refusal as refusal:
+                # Not even the id can be trusted: everybody hears of it.
+                for pending in self._pending.values():
+                    if not pending.answer.done():
+                        pending.answer.set_exception(refusal)
+                continue
+            pending = self._pending.get(request_id)
+            if pending is not None and not pending.answer.done():
+                pending.answer.set_result((reply, [f.buffer for f in frames[1:]]))
+
+    async def _resend_on_reconnect(self) -> None:
+        """Waits for handshakes; after each but the first, whatever was under way may be lost and is sent
+        again."""
+        await recv_monitor_message(self._monitor)
+        while True:
+            await recv_monitor_message(self._monitor)
+            self._logger.info("connected to %s again, %d requests repeated", self._peer, len(self._pending))
+            for pending in list(self._pending.values()):
+                await self._send(pending)
+
+
+def new_id() -> str:
+    return uuid.uuid4().hex
