@@ -1,10 +1,5 @@
-"""The engine that serves: vLLM's AsyncLLM in this process, its core and workers in processes of their own."""
+"""The engine that generates: vLLM, whose weights are replaced while requests run."""
 
-import asyncio
-import logging
-import math
-import os
-import subprocess
 import zlib
 from collections.abc import Sequence
 from typing import Any
@@ -13,17 +8,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from buffer.experiment import ModelConfig
-from buffer.processor import native_dtype
 from rollout.config import EngineConfig
 from rollout.engine import Completion, CompletionFailed, EngineFailed, Request
-from rollout.orphans import children_without_ctrl_c, start_guard
+from rollout.vllm_process import VLLMProcess, first_line
 from sync.sink import WeightSink
-
-logger = logging.getLogger(__name__)
-
-HEALTH_PERIOD_S = 0.5
-SHUTDOWN_S = 1.0
-"""After that vLLM kills its processes."""
 
 
 class VLLMEngine:
@@ -40,12 +28,15 @@ class VLLMEngine:
         self, model: ModelConfig, config: EngineConfig, stop: Sequence[str] = (), seed: int = 0
     ) -> None:
         self._model = model
-        self._config = config
         self._stop = list(stop)
         self._seed = seed
-        self.llm: Any = None
+        self._process = VLLMProcess(config)
         self._sink: WeightSink | None = None
-        self._guard: subprocess.Popen[bytes] | None = None
+
+    @property
+    def llm(self) -> Any:
+        """vLLM's AsyncLLM; None while it is not up."""
+        return self._process.llm
 
     @property
     def sink(self) -> WeightSink:
@@ -54,42 +45,17 @@ class VLLMEngine:
 
     async def start(self) -> None:
         """Blocks the event loop while vLLM starts: nothing else of the server runs yet."""
-        _set_environment(self._config)
-        self._guard = start_guard()
-        from vllm.engine.arg_utils import AsyncEngineArgs
-        from vllm.platforms import current_platform
-        from vllm.v1.engine.async_llm import AsyncLLM
-
+        self._process.prepare()
         from sync.vllm_sink import VllmSink, engine_options
 
-        on_cpu = current_platform.is_cpu()
-        if on_cpu and self._model.dtype == "bfloat16" != native_dtype():
-            logger.warning(
-                "this processor emulates bfloat16, far slower than float32; set model.dtype=float32"
-            )
-        args = AsyncEngineArgs(
-            model=self._model.path,
-            dtype=self._model.dtype,
-            max_model_len=self._model.max_length,
+        self._process.start(
+            self._model.path,
+            self._model.dtype,
+            self._model.max_length,
             seed=self._seed,
-            tensor_parallel_size=self._config.tensor_parallel,
-            pipeline_parallel_size=self._config.pipeline_parallel,
-            max_num_seqs=self._config.max_num_seqs,
-            enforce_eager=self._config.enforce_eager,
-            enable_prefix_caching=True,
             logprobs_mode="processed_logprobs",
-            kv_cache_memory_bytes=int(self._config.kv_cache_gib * 2**30) if on_cpu else None,
-            gpu_memory_utilization=self._config.gpu_memory_utilization,
-            disable_log_stats=True,
             **engine_options(),
         )
-        try:
-            with children_without_ctrl_c():
-                self.llm = AsyncLLM.from_engine_args(args)
-        except (RuntimeError, ValueError, OSError) as error:
-            raise EngineFailed(
-                f"vLLM does not start with {self._model.path}: {_first_line(error)}"
-            ) from error
         self._sink = VllmSink(self.llm)
 
     async def freeze(self) -> None:
@@ -105,28 +71,19 @@ class VLLMEngine:
         try:
             finished = [output async for output in outputs if output.finished]
         except EngineDeadError as error:
-            raise EngineFailed(f"vLLM's engine died: {_first_line(error)}") from error
+            raise EngineFailed(f"vLLM's engine died: {first_line(error)}") from error
         except (EngineGenerateError, ValueError) as error:
-            raise CompletionFailed("engine", _first_line(error.__cause__ or error)) from error
+            raise CompletionFailed("engine", first_line(error.__cause__ or error)) from error
         if not finished:
             raise CompletionFailed("engine", "no output")
         return self._completion(finished[0].outputs[0])
 
     async def wait_failed(self) -> str:
-        while not self.llm.errored:  # noqa: ASYNC110  vLLM's monitor thread only sets a flag
-            await asyncio.sleep(HEALTH_PERIOD_S)
-        return f"vLLM's engine died: {_first_line(self.llm.dead_error)}"
+        return await self._process.wait_failed()
 
     async def close(self) -> None:
-        if self.llm is not None:
-            # It has nothing to save, and its workers rarely end when they are asked to.
-            for name in ("vllm.v1.utils", "vllm.utils.system_utils"):
-                logging.getLogger(name).setLevel(logging.ERROR)
-            await asyncio.to_thread(self.llm.shutdown, SHUTDOWN_S)
-            self.llm = self._sink = None
-        if self._guard is not None:
-            await asyncio.to_thread(self._guard.communicate)  # closes the pipe; what vLLM left over is killed
-            self._guard = None
+        self._sink = None
+        await self._process.close()
 
     def sampling_params(self, request: Request) -> Any:
         from vllm import SamplingParams
@@ -203,41 +160,3 @@ def token_versions(num_tokens: int, spans: Any) -> NDArray[np.int32]:
 def server_seed(seed: int, name: str) -> int:
     """A sampling seed of this server's own, the same after a restart."""
     return zlib.crc32(f"{seed}/{name}".encode()) & 0x7FFFFFFF
-
-
-def thread_binding(cores: str | None, ranks: int, allowed: Sequence[int]) -> str:
-    """What VLLM_CPU_OMP_THREADS_BIND should say.
-
-    vLLM's own choice leaves one core per rank idle; ours gives all of them, shared out evenly over the ranks.
-
-    Args:
-        cores: The user's word, which wins.
-        ranks: Worker processes of this server.
-        allowed: Cores this process may run on.
-    """
-    if cores is not None:
-        return cores
-    if ranks == 1:
-        return ",".join(map(str, allowed))
-    share = max(1, math.floor(len(allowed) / ranks))
-    starts = [rank * share % len(allowed) for rank in range(ranks)]
-    return "|".join(",".join(map(str, allowed[start : start + share])) for start in starts)
-
-
-def _set_environment(config: EngineConfig) -> None:
-    """What vLLM takes only from the environment; its processes inherit it."""
-    ranks = config.tensor_parallel * config.pipeline_parallel
-    os.environ["VLLM_CPU_OMP_THREADS_BIND"] = thread_binding(
-        config.cores, ranks, sorted(os.sched_getaffinity(0))
-    )
-    # By default OpenMP threads spin at every barrier. Where a learner or another server shares the cores, the
-    # spinning keeps away the very thread that is waited for.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
-    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-
-
-def _first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__

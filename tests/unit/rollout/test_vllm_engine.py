@@ -6,7 +6,8 @@ from vllm.logprobs import FlatLogprobs, Logprob
 from vllm.outputs import WeightVersionSpan
 
 from rollout.engine import CompletionFailed
-from rollout.vllm_engine import sampled_logprobs, server_seed, thread_binding, token_versions
+from rollout.vllm_engine import sampled_logprobs, server_seed, token_versions
+from rollout.vllm_process import thread_binding
 
 
 def flat(*positions):
