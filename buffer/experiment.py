@@ -205,7 +205,8 @@ def _over(lower: Any, upper: Any) -> Any:
     of one kind mean nothing to another."""
     if not isinstance(lower, dict) or not isinstance(upper, dict):
         return upper
-    if lower.get("kind", upper.get("kind")) != upper.get("kind", lower.get("kind")):
+    kinds = [layer["kind"] for layer in (lower, upper) if isinstance(layer.get("kind"), str)]
+    if len(set(kinds)) > 1:
         return upper
     return {**lower, **{key: _over(lower[key], v) if key in lower else v for key, v in upper.items()}}
 
@@ -225,11 +226,10 @@ def _chain(path: Path) -> list[Path]:
 
 
 def _explain(path: str | Path, error: Any, schema: type[BaseModel]) -> str:
-    where = ".".join(str(part) for part in error["loc"])
+    keys, siblings = _locate(error["loc"], schema)
+    where = ".".join(keys)
     if error["type"] == "extra_forbidden":
-        return (
-            f"{path}: {where}: unknown key{_nearest(str(error['loc'][-1]), _siblings(error['loc'], schema))}"
-        )
+        return f"{path}: {where}: unknown key{_nearest(keys[-1], siblings)}"
     # A section's own check names its values itself; the whole section's input would bury the line.
     told = error["type"] == "missing" or isinstance(error["input"], dict)
     given = "" if told else f", got {error['input']!r}"
@@ -237,16 +237,23 @@ def _explain(path: str | Path, error: Any, schema: type[BaseModel]) -> str:
     return f"{path}: {where}{': ' if where else ''}{reason}{given}"
 
 
-def _siblings(loc: tuple[Any, ...], schema: type[BaseModel]) -> list[str]:
-    """The keys that were allowed where the unknown one stands."""
-    model: Any = schema
+def _locate(loc: tuple[Any, ...], schema: type[BaseModel]) -> tuple[list[str], list[str]]:
+    """The keys down to a mistake, and those that were allowed where the last of them stands.
+
+    A place also names each union's arm on the way, by its `kind` or by a key that only that arm has.
+    """
+    models: list[Any] = [schema]
+    keys: list[str] = []
     for part in loc[:-1]:
-        fields = getattr(model, "model_fields", {})
-        candidates = [fields[part].annotation] if part in fields else _arms(model)
-        models = [m for c in candidates for m in _arms(c)]
-        tagged = [m for m in models if part == _tag(m)]
-        model = (tagged or models or [model])[0]
-    return list(getattr(model, "model_fields", {}))
+        having = [m for m in models if part in m.model_fields]
+        below = [arm for m in having for arm in _arms(m.model_fields[part].annotation)]
+        arms = [m for m in models if part == _tag(m)] or having
+        if below or len(models) == 1 or not arms:
+            keys.append(str(part))
+            models = below or models
+        else:
+            models = arms
+    return [*keys, *map(str, loc[-1:])], sorted({key for model in models for key in model.model_fields})
 
 
 def _arms(annotation: Any) -> list[Any]:
