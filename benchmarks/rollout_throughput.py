@@ -30,14 +30,16 @@ from buffer.client import BufferClient
 from buffer.experiment import load
 from buffer.processor import native_dtype
 from buffer.rendering import Renderer
-from rollout.config import RolloutExperiment
+from rollout.config import FunctionReward, RolloutExperiment
 from rollout.engine import Request
 from rollout.groups import GroupRunner
 from rollout.loop import RolloutLoop
 from rollout.metrics import Meters
 from rollout.reward_pool import RewardPool
-from rollout.service import load_tokenizer, sampling_plans
+from rollout.service import sampling_plans
 from rollout.tasks import addition
+from rollout.tokenizers import load_tokenizer
+from rollout.total_reward import FunctionSource, TotalReward
 from rollout.vllm_engine import VLLMEngine
 
 MODEL = ".cache/models/SmolLM2-135M-Instruct"
@@ -122,12 +124,13 @@ def service_cpu_seconds() -> float:
 
 
 async def measure(experiment: RolloutExperiment, options: argparse.Namespace) -> dict[str, list[Any]]:
-    rewards = RewardPool(experiment.rollout.reward)
-    await rewards.start()
+    pool = RewardPool(FunctionReward(function="rollout.rewards:exact_number"), "rollout.rewards.answer")
+    await pool.start()
+    rewards = TotalReward({"answer": (1.0, FunctionSource(pool))})
     engine = VLLMEngine(experiment.model, experiment.rollout.engine)
     await engine.start()
     weights, meters = LabelledWeights(engine.llm), Meters("bench")
-    renderer = Renderer(load_tokenizer(MODEL), experiment.model.max_length)
+    renderer = Renderer(load_tokenizer("--model", MODEL), experiment.model.max_length)
     plans = sampling_plans(experiment)
     runner = GroupRunner(engine, renderer, rewards, lambda: weights.version, plans, 600, meters)
     prompts = [renderer.render(row, options.new_tokens) for row in addition.train(experiment.seed)]
@@ -160,7 +163,7 @@ async def measure(experiment: RolloutExperiment, options: argparse.Namespace) ->
             await serving
     assert not meters.failures, meters.failures
     await engine.close()
-    await rewards.close()
+    await pool.close()
     return rounds
 
 

@@ -76,9 +76,24 @@ def rollout(
 
 
 @app.command()
+def scorer(
+    config: Config,
+    name: Annotated[str, typer.Option(help="Which reward model of rollout.rewards.")],
+    overrides: Overrides = None,
+) -> None:
+    """Serve one reward model to the rollout servers, for the whole run."""
+    from launch.experiment import read
+    from rollout.scorer.folder import model_reward
+
+    experiment = read(config, overrides or [], [])
+    model_reward(experiment.rollout, experiment.model, name)
+    _become("rollout.scorer", str(config), "--name", name, *(overrides or []))
+
+
+@app.command()
 def learner(config: Config, overrides: Overrides = None) -> None:
     """Run the learner's ranks on this machine; for more machines use torchrun with `-m learner`."""
-    from launch.local import torchrun
+    from launch.services import torchrun
 
     experiment = _check(config, overrides, "learner")
     command = [*torchrun(experiment.learner.processes), "learner", str(config), *(overrides or [])]

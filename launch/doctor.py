@@ -15,7 +15,7 @@ from typing import Literal
 from rich.console import Console
 
 from buffer.config import BufferConfig
-from launch.experiment import read
+from launch.experiment import addresses, read
 from launch.placement import port_is_free, usable_cores, visible_gpus
 from sync.config import SyncConfig
 
@@ -53,14 +53,14 @@ def diagnose(config: Path | None = None) -> list[Finding]:
     findings = [_python(), _cores(), _memory(), _disk(), _packages_of_the_repo()]
     findings += [_module(module, names) for module, names in MODULES.items()]
     findings += [_torch(), *_clashes(), _gpus()]
-    addresses = {"buffer": BufferConfig().address, "sync": SyncConfig().address}
+    listening = {"buffer.address": BufferConfig().address, "sync.address": SyncConfig().address}
     if config:
         experiment = read(config, [])
-        addresses = {"buffer": experiment.buffer.address, "sync": experiment.sync.address}
+        listening = addresses(experiment)
         findings.append(
             Finding("ok", "experiment", f"{config}: no mistakes found, model {experiment.model.path}")
         )
-    return findings + [_port(name, address) for name, address in addresses.items()]
+    return findings + [_port(key.removesuffix(".address"), address) for key, address in listening.items()]
 
 
 def print_diagnosis(findings: list[Finding], console: Console) -> int:

@@ -7,6 +7,7 @@ mistake in the learner's section is told in a second and not after the engine ha
 import json
 from collections.abc import Iterable
 from glob import glob
+from itertools import combinations
 from pathlib import Path
 
 import yaml
@@ -28,10 +29,11 @@ from buffer.experiment import (
 from launch.demo_model import MODEL_DIR
 from learner.config import LearnerConfig, LearnerExperiment
 from learner.offline.config import OfflineExperiment
-from rollout.config import RolloutConfig, RolloutExperiment
+from rollout.config import FunctionReward, ModelReward, RolloutConfig, RolloutExperiment
+from rollout.scorer import folder
 from sync.config import SyncConfig
 
-SERVICES = ("buffer", "rollout", "learner")
+SERVICES = ("buffer", "rollout", "scorer", "learner")
 
 SCHEMAS = (BufferExperiment, RolloutExperiment, LearnerExperiment)
 """What the services read: each has checks of its own, which then cannot surprise after the start."""
@@ -46,6 +48,12 @@ class WholeExperiment(Experiment):
     sync: SyncConfig = SyncConfig()
     eval: EvalConfig | None = None
     logging: LoggingConfig = LoggingConfig()
+
+
+def reward_models(e: WholeExperiment) -> dict[str, ModelReward]:
+    """Those that are computed, by name: each has a scorer."""
+    rewards = e.rollout.rewards.items()
+    return {name: r for name, r in rewards if isinstance(r, ModelReward) and r.weight != 0}
 
 
 def _lengths(e: WholeExperiment) -> list[str]:
@@ -70,13 +78,18 @@ def _shards(e: WholeExperiment) -> list[str]:
     return []
 
 
+def addresses(e: WholeExperiment) -> dict[str, str]:
+    """Where each service listens, by the key that says so."""
+    scorers = {f"rollout.rewards.{name}.address": r.address for name, r in reward_models(e).items()}
+    return {"buffer.address": e.buffer.address, "sync.address": e.sync.address, **scorers}
+
+
 def _addresses(e: WholeExperiment) -> list[str]:
-    if e.buffer.address == e.sync.address and not e.buffer.address.endswith(":0"):
-        return [
-            f"buffer.address and sync.address are both {e.buffer.address}; "
-            "give each service a port of its own"
-        ]
-    return []
+    return [
+        f"{first} and {second} are both {address}; give each service a port of its own"
+        for (first, address), (second, other) in combinations(addresses(e).items(), 2)
+        if address == other and not address.endswith(":0")
+    ]
 
 
 def _single_sources(e: WholeExperiment | OfflineExperiment) -> dict[str, SingleSource]:
@@ -96,14 +109,24 @@ def _sources(e: WholeExperiment) -> list[str]:
     for key, source in _single_sources(e).items():
         if source.kind == "function" and ":" not in source.path:
             reasons.append(f"{key}.path={source.path}: expected package.module:function")
-    if ":" not in e.rollout.reward.function:
-        reasons.append(
-            f"rollout.reward.function={e.rollout.reward.function}: expected package.module:function"
-        )
+    for name, reward in e.rollout.rewards.items():
+        if isinstance(reward, FunctionReward) and ":" not in reward.function:
+            reasons.append(
+                f"rollout.rewards.{name}.function={reward.function}: expected package.module:function"
+            )
     return reasons
 
 
-CHECKS = (_lengths, _shards, _addresses, _sources)
+def _scored_lengths(e: WholeExperiment) -> list[str]:
+    return [
+        f"rollout.rewards.{name}.max_length={reward.max_length} is below model.max_length="
+        f"{e.model.max_length}: longer completions could not be scored"
+        for name, reward in reward_models(e).items()
+        if folder.longest(e.model, reward) < e.model.max_length
+    ]
+
+
+CHECKS = (_lengths, _shards, _addresses, _sources, _scored_lengths)
 
 
 def read(path: str | Path, overrides: list[str], services: Iterable[str] = SERVICES) -> WholeExperiment:
@@ -129,6 +152,10 @@ def read(path: str | Path, overrides: list[str], services: Iterable[str] = SERVI
         reasons += _checkpoint(experiment.learner.init_from)
         if experiment.learner.value is not None:
             reasons += model_folder(experiment.model, "learner.value.path", experiment.learner.value.path)
+    if "scorer" in services:
+        for name, reward in reward_models(experiment).items():
+            longest = folder.longest(experiment.model, reward)
+            reasons += folder.faults(f"rollout.rewards.{name}.model", reward.model, longest)
     if reasons:
         raise ConfigError("\n".join(f"{path}: {reason}" for reason in reasons))
     return experiment

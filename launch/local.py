@@ -6,9 +6,8 @@ its steps and the last evaluation is in. Unblocked by: that, the first failure, 
 
 import fcntl
 import os
-import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
 
@@ -16,14 +15,15 @@ import yaml
 from rich.console import Console
 
 from buffer.experiment import Experiment
-from launch.experiment import WholeExperiment, differences, dump
+from launch.experiment import WholeExperiment, addresses, differences, dump, reward_models
 from launch.history import History
-from launch.placement import settle_address, split_cores, split_gpus, usable_cores, visible_gpus
+from launch.placement import settle_address, usable_cores, visible_gpus
 from launch.screen import Screen
+from launch.services import gpu_shares, plan_services
 from launch.summary import summarize
 from launch.supervisor import POLL_S, Failure, Service, Supervisor
 
-DEADLINES_S = {"learner": 180.0, "rollout": 30.0, "buffer": 20.0}
+STOP_S = {"learner": 180.0, "rollout": 30.0, "scorer": 20.0, "buffer": 20.0}
 """After SIGTERM, in the order in which the roles stop: the learner tells the buffer of its last checkpoint,
 and the servers give it their leases back."""
 
@@ -58,7 +58,7 @@ def run(experiment: WholeExperiment, command: str, console: Console, plan: Plan 
         services = (plan or plan_services)(experiment, config)
         announce(experiment, history, console)
         with (
-            Supervisor(services, run_dir / "logs", DEADLINES_S) as supervisor,
+            Supervisor(services, run_dir / "logs", deadlines(services)) as supervisor,
             Screen(experiment, history, supervisor, console) as screen,
         ):
             failure = watch(experiment, history, supervisor, screen)
@@ -149,12 +149,18 @@ def is_finished(e: WholeExperiment, history: History) -> bool:
 def settle(e: WholeExperiment) -> WholeExperiment:
     """The experiment with addresses whose ports are free, and a weight transport that its GPUs allow."""
     taken: set[str] = set()
-    buffer = settle_address("buffer.address", e.buffer.address, taken)
-    sync = e.sync.model_copy(update={"address": settle_address("sync.address", e.sync.address, taken)})
-    if sync.backend == "auto" and visible_gpus() and _gpu_shares(e) is None:
+    found = {key: settle_address(key, address, taken) for key, address in addresses(e).items()}
+    sync = e.sync.model_copy(update={"address": found["sync.address"]})
+    if sync.backend == "auto" and visible_gpus() and gpu_shares(e) is None:
         # NCCL refuses two ranks on one device, and learner and server share one here.
         sync = sync.model_copy(update={"backend": "gloo"})
-    return e.model_copy(update={"buffer": e.buffer.model_copy(update={"address": buffer}), "sync": sync})
+    buffer = e.buffer.model_copy(update={"address": found["buffer.address"]})
+    scorers = {
+        name: reward.model_copy(update={"address": found[f"rollout.rewards.{name}.address"]})
+        for name, reward in reward_models(e).items()
+    }
+    rollout = e.rollout.model_copy(update={"rewards": e.rollout.rewards | scorers})
+    return e.model_copy(update={"buffer": buffer, "sync": sync, "rollout": rollout})
 
 
 def write_config(e: Experiment, console: Console) -> Path:
@@ -182,51 +188,10 @@ def write_config(e: Experiment, console: Console) -> Path:
     return path
 
 
-def plan_services(e: WholeExperiment, config: Path) -> list[Service]:
-    """The processes to start, with their shares of cores and GPUs."""
-    engine = e.rollout.engine
-    ranks = engine.tensor_parallel * engine.pipeline_parallel
-    cores = split_cores(usable_cores(), e.rollout.servers, ranks, e.learner.processes)
-    on_cpu = not visible_gpus()
-    shares = _gpu_shares(e)
-    visible = [{"CUDA_VISIBLE_DEVICES": s} for s in shares] if shares else [{}] * (e.rollout.servers + 1)
-    services = [
-        Service(
-            "buffer",
-            "buffer",
-            _python("buffer", config),
-            {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
-        )
-    ]
-    for i in range(e.rollout.servers):
-        command = [*_python("rollout", config), "--name", f"server-{i}"]
-        bind = cores.servers[i]
-        if on_cpu and bind and engine.cores is None:
-            command.append(f"rollout.engine.cores={bind}")
-        services.append(Service(f"server-{i}", "rollout", command, visible[i]))
-    threads = e.learner.threads or cores.learner_threads
-    overrides = [f"learner.threads={threads}"] if on_cpu else []
-    # Threads that sleep at barriers leave the core to the engine's threads, where the two share it.
-    on_shared_cores = {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE"}
-    environment = visible[-1] | (on_shared_cores if on_cpu else {})
-    command = [*torchrun(e.learner.processes), "learner", str(config), *overrides]
-    services.append(Service("learner", "learner", command, environment, stop_signal_to="children"))
-    return services
-
-
-def torchrun(processes: int) -> list[str]:
-    """The command that runs a module as the ranks of one job here; the module's name comes next."""
-    options = ["--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", str(processes)]
-    return [sys.executable, "-m", "torch.distributed.run", *options, "-m"]
-
-
-def _python(module: str, config: Path) -> list[str]:
-    return [sys.executable, "-m", module, str(config)]
-
-
-def _gpu_shares(e: WholeExperiment) -> list[str] | None:
-    ranks = e.rollout.engine.tensor_parallel * e.rollout.engine.pipeline_parallel
-    return split_gpus(visible_gpus(), e.rollout.servers, ranks, e.learner.processes)
+def deadlines(services: Sequence[Service]) -> dict[str, float]:
+    """Seconds that each role has to stop, in the order in which they do."""
+    roles = dict.fromkeys(service.role for service in services)
+    return {role: s for kind, s in STOP_S.items() for role in roles if role.partition("-")[0] == kind}
 
 
 def announce(e: WholeExperiment, history: History, console: Console) -> None:
@@ -234,6 +199,8 @@ def announce(e: WholeExperiment, history: History, console: Console) -> None:
     source = e.data.train
     data = source.dataset if source.kind == "reasoning_gym" else getattr(source, "path", source.kind)
     servers = f"{e.rollout.servers} rollout server{'s' * (e.rollout.servers > 1)}"
+    models = len(reward_models(e))
+    scorers = f"{models} scorer{'s' * (models > 1)}, " if models else ""
     ranks = f"{e.learner.processes} learner rank{'s' * (e.learner.processes > 1)}"
     device = f"{len(visible_gpus())} GPU" if visible_gpus() else f"{len(usable_cores())} cores"
     lines = {
@@ -241,7 +208,8 @@ def announce(e: WholeExperiment, history: History, console: Console) -> None:
         "data": f"{data}",
         "training": f"{e.learner.steps} steps of {e.buffer.groups_per_batch} groups × {e.rollout.group_size} "
         f"completions · {e.learner.algorithm.advantage}, staleness at most {e.buffer.max_staleness}",
-        "services": f"buffer, {servers}, {ranks} on {device}",
+        "rewards": " + ".join(f"{r.weight:g} · {name}" for name, r in e.rollout.rewards.items() if r.weight),
+        "services": f"buffer, {servers}, {scorers}{ranks} on {device}",
         "logs": f"{e.run_dir}/logs",
     }
     console.print(f"[bold]slipstream[/] {e.name} → {e.run_dir}", highlight=False)

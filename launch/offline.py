@@ -13,7 +13,8 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from buffer.experiment import ConfigError, load
 from launch.experiment import missing_rows, model_folder
 from launch.history import History, Record
-from launch.local import DEADLINES_S, conclude, locked, torchrun, write_config
+from launch.local import conclude, deadlines, locked, write_config
+from launch.services import torchrun
 from launch.supervisor import POLL_S, Failure, Service, Supervisor
 from learner.offline.config import OfflineExperiment, OfflineLearnerConfig
 
@@ -63,7 +64,7 @@ def run_stage(experiment: OfflineExperiment, command: str, console: Console) -> 
         title = f"[bold]slipstream {experiment.stage.kind}[/] {experiment.name} → {run_dir}"
         console.print(title, highlight=False, soft_wrap=True)
         with (
-            Supervisor([learner], run_dir / "logs", DEADLINES_S) as supervisor,
+            Supervisor([learner], run_dir / "logs", deadlines([learner])) as supervisor,
             ProgressLine(history, console) as line,
         ):
             failure = watch(supervisor, line)

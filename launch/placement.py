@@ -2,7 +2,9 @@
 
 import os
 import socket
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 FEWEST_CORES_TO_SPLIT = 4
@@ -16,7 +18,7 @@ class Cores:
     """What the services' threads may use."""
 
     learner_threads: int
-    servers: tuple[str | None, ...]
+    engines: tuple[str | None, ...]
     """VLLM_CPU_OMP_THREADS_BIND of each; None takes every core."""
 
 
@@ -31,21 +33,21 @@ def usable_cores() -> list[int]:
     return cores
 
 
-def split_cores(cores: list[int], servers: int, ranks_per_server: int, processes: int) -> Cores:
-    """Half of the cores for generation, half for training, when there are enough of them for that.
+def split_cores(cores: list[int], engines: Sequence[int], processes: int) -> Cores:
+    """Half of the cores for the engines, half for training, when there are enough of them for that.
 
     Args:
         cores: The usable cores' numbers.
-        servers: Rollout servers on this machine.
-        ranks_per_server: Engine ranks of one server, each with cores of its own.
+        engines: Ranks of each engine on this machine, of servers and scorers; each rank gets its own cores.
         processes: Learner ranks on this machine.
     """
-    engine_ranks = servers * ranks_per_server
+    engine_ranks = sum(engines)
     share = len(cores) // 2 // engine_ranks
     if len(cores) < FEWEST_CORES_TO_SPLIT or share == 0:
-        return Cores(max(1, len(cores) // processes), (None,) * servers)
+        return Cores(max(1, len(cores) // processes), (None,) * len(engines))
     binds = [_span(cores[i * share : (i + 1) * share]) for i in range(engine_ranks)]
-    grouped = [binds[i : i + ranks_per_server] for i in range(0, engine_ranks, ranks_per_server)]
+    spans = iter(binds)
+    grouped = [list(islice(spans, ranks)) for ranks in engines]
     left = len(cores) - engine_ranks * share
     return Cores(max(1, left // processes), tuple("|".join(g) for g in grouped))
 
@@ -63,13 +65,13 @@ def visible_gpus() -> list[str]:
     return [str(i) for i in range(len(list(Path("/dev").glob("nvidia[0-9]*"))))]
 
 
-def split_gpus(gpus: list[str], servers: int, ranks_per_server: int, processes: int) -> list[str] | None:
-    """CUDA_VISIBLE_DEVICES of each server, then of the learner; None when there are too few for one each."""
-    engine_ranks = servers * ranks_per_server
-    if len(gpus) < engine_ranks + processes:
+def split_gpus(gpus: list[str], engines: Sequence[int], processes: int) -> list[str] | None:
+    """CUDA_VISIBLE_DEVICES of each engine, then of the learner; None when there are too few for one each."""
+    ranks = [*engines, processes]
+    if len(gpus) < sum(ranks):
         return None
-    parts = [gpus[i * ranks_per_server : (i + 1) * ranks_per_server] for i in range(servers)]
-    return [",".join(part) for part in (*parts, gpus[engine_ranks : engine_ranks + processes])]
+    names = iter(gpus)
+    return [",".join(islice(names, count)) for count in ranks]
 
 
 def settle_address(key: str, address: str, taken: set[str]) -> str:

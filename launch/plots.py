@@ -61,6 +61,7 @@ def draw_all(history: History, folder: Path, target: float | None, bound: int) -
     """
     pictures: dict[str, Callable[[Axes], bool]] = {
         "reward.png": lambda axes: draw_reward(axes, history, target),
+        "reward_parts.png": lambda axes: draw_reward_parts(axes, history),
         "staleness.png": lambda axes: draw_staleness(axes, history, bound),
         "throughput.png": lambda axes: draw_throughput(axes, history),
         "time.png": lambda axes: draw_time(axes, history),
@@ -126,6 +127,21 @@ def draw_reward(axes: Axes, history: History, target: float | None) -> bool:
         axes.axhline(target, color=GREY, linestyle="--", linewidth=1.2, label=f"target {target:g}")
     axes.margins(y=0.15)
     _finish(axes, "Reward", "policy version", "mean reward")
+    axes.legend(loc="best")
+    return True
+
+
+def draw_reward_parts(axes: Axes, history: History) -> bool:
+    """Each part's mean before its weight, as a moving mean; a single part is the reward itself."""
+    prefix = "reward_parts/"
+    keys = dict.fromkeys(key for row in history.steps.values() for key in row if key.startswith(prefix))
+    if len(keys) < 2:
+        return False
+    for key in keys:
+        steps, values = history.series(key)
+        axes.plot(steps, smooth(values), label=key.removeprefix(prefix))
+    axes.margins(y=0.15)
+    _finish(axes, "Reward by part", "step", "mean value, before its weight")
     axes.legend(loc="best")
     return True
 

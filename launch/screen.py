@@ -241,6 +241,8 @@ def _reward(history: History) -> Text:
 def _reward_parts(last: Sequence[Record]) -> Text:
     prefix = "reward_parts/"
     parts = {k.removeprefix(prefix): v for r in last for k, v in r.items() if k.startswith(prefix)}
+    if len(parts) < 2:
+        return Text()  # the reward itself
     return Text(" · ".join(f"{name} {float(value):.3f}" for name, value in parts.items()))
 
 

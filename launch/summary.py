@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from launch.history import History
+from launch.history import History, Record
 from launch.overview import clock, mean_of, step_seconds
 
 
@@ -26,6 +26,8 @@ class Summary:
     target: float | None
     reward_first: float | None
     reward_last: float | None
+    reward_parts: dict[str, tuple[float | None, float | None]]
+    """Mean of each part in the first and in the last step, by name."""
     samples_per_second: float | None
     learner_tokens_per_second: float | None
     server_tokens_per_second: float | None
@@ -71,6 +73,7 @@ class Summary:
         rows = [
             ("steps", f"{self.steps} of {self.total_steps} in {clock(self.training_seconds)}"),
             ("reward", _say("{:.3f} first step → {:.3f} last step", self.reward_first, self.reward_last)),
+            *((f"  {name}", _say("{:.3f} → {:.3f}", *ends)) for name, ends in self._shown_parts()),
             ("samples", _say("{:.2f} a second", self.samples_per_second)),
             ("tokens", _say("{:.0f} a second generated, {:.0f} a second trained", generated, trained)),
             (
@@ -86,6 +89,10 @@ class Summary:
             ("dropped", dropped),
         ]
         return [(key, value) for key, value in rows if value]
+
+    def _shown_parts(self) -> list[tuple[str, tuple[float | None, float | None]]]:
+        """A single one is the reward itself."""
+        return list(self.reward_parts.items()) if len(self.reward_parts) > 1 else []
 
     def text(self) -> str:
         lines = [f"{self.name}: {self.verdict()}"]
@@ -142,6 +149,7 @@ def summarize(run_dir: Path, history: History | None = None) -> Summary:
         target=(config.get("eval") or {}).get("target"),
         reward_first=mean_of(records[:1], "reward/mean"),
         reward_last=mean_of(records[-1:], "reward/mean"),
+        reward_parts=_reward_parts(records),
         samples_per_second=samples / seconds if seconds and samples else None,
         learner_tokens_per_second=tokens / seconds if seconds and tokens else None,
         server_tokens_per_second=sum(known_rates) if known_rates else None,
@@ -157,6 +165,12 @@ def summarize(run_dir: Path, history: History | None = None) -> Summary:
         model=str(model) if (model / "config.json").exists() else None,
         report=str(run_dir / "report"),
     )
+
+
+def _reward_parts(records: list[Record]) -> dict[str, tuple[float | None, float | None]]:
+    keys = dict.fromkeys(key for record in records for key in record if key.startswith("reward_parts/"))
+    first, last = records[:1], records[-1:]
+    return {k.removeprefix("reward_parts/"): (mean_of(first, k), mean_of(last, k)) for k in keys}
 
 
 def read_config(run_dir: Path) -> dict[str, Any]:

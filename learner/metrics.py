@@ -166,9 +166,9 @@ def batch_row(shard: Batch, max_staleness: int) -> Row:
 
 
 def _reward_parts(trajectories: Sequence[Trajectory]) -> Row:
-    """Mean of each named part over the completions that have it; nothing where the reward is one number."""
+    """Mean of each named part over the completions that have it."""
     names = names_over_data({name for t in trajectories for name in t.reward_parts})
-    if not names or names == ["reward"]:
+    if not names:
         return {}
     found = [[t.reward_parts[name] for t in trajectories if name in t.reward_parts] for name in names]
     sums = sum_over_data([*map(sum, found), *map(len, found)])

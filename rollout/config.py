@@ -1,9 +1,12 @@
 """The rollout server's section of the experiment file."""
 
-from pydantic import Field
+from typing import Annotated, Any, Literal
+
+from pydantic import Discriminator, Field, StringConstraints, Tag, field_validator
 
 from buffer.config import BufferConfig
 from buffer.experiment import DataConfig, EvalConfig, Experiment, LoggingConfig, ModelConfig, Section
+from buffer.processor import native_dtype
 from sync.config import SyncConfig
 
 
@@ -33,15 +36,65 @@ class EngineConfig(Section):
     enforce_eager: bool = True
 
 
-class RewardConfig(Section):
-    function: str = "rollout.rewards:exact_number"
+RewardName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,31}$")]
+"""Part of metric names, file names and service names."""
+
+
+class FunctionReward(Section):
+    """Computed by a function, in processes of its own."""
+
+    function: str
     """`package.module:function` called as f(completion_text, row) -> float or dict of named parts."""
+    weight: float = Field(default=1.0, allow_inf_nan=False)
+    """In the total; 0 does not compute it."""
     timeout_s: float = Field(default=5.0, gt=0)
     """A completion whose reward takes longer is dropped and counted."""
     workers: int = Field(default=1, ge=1)
     """Processes that compute rewards."""
     memory_mib: int = Field(default=4096, ge=16)
     """Of address space one reward process may take beyond what its imports did."""
+
+
+class ModelReward(Section):
+    """Scored by a reward model, which a scorer serves (`slipstream scorer`)."""
+
+    model: str
+    """Hugging Face folder of a `…ForSequenceClassification` with one label."""
+    weight: float = Field(default=1.0, allow_inf_nan=False)
+    """In the total; 0 does not compute it, and needs no scorer."""
+    address: str = "tcp://127.0.0.1:5703"
+    """Where its scorer listens: a loopback address, another one for each reward model."""
+    dtype: Literal["bfloat16", "float32"] = Field(default_factory=native_dtype)
+    """Of the weights; the score itself is computed in float32."""
+    max_length: int | None = Field(default=None, ge=8)
+    """Longest sequence in tokens, prompt and completion together; null takes the policy's."""
+    clip: float | None = Field(default=None, gt=0)
+    """The score is clipped to [-clip, clip]; null leaves it as it is."""
+    timeout_s: float = Field(default=300.0, gt=0)
+    """A completion not scored by then is given up, and its prompt queued again: long enough for a scorer that
+    died to be started again."""
+    engine: EngineConfig = EngineConfig()
+
+    @field_validator("dtype", mode="before")
+    @classmethod
+    def _resolve(cls, value: object) -> object:
+        return native_dtype() if value == "auto" else value
+
+
+def _kind_of_reward(value: Any) -> str | None:
+    given = value if isinstance(value, dict) else getattr(value, "__dict__", {})
+    kinds = [kind for kind in ("function", "model") if kind in given]
+    return kinds[0] if len(kinds) == 1 else None
+
+
+Reward = Annotated[
+    Annotated[FunctionReward, Tag("function")] | Annotated[ModelReward, Tag("model")],
+    Discriminator(
+        _kind_of_reward,
+        custom_error_type="kind_of_reward",
+        custom_error_message="expected one of `function` and `model`",
+    ),
+]
 
 
 class RolloutConfig(Section):
@@ -55,7 +108,17 @@ class RolloutConfig(Section):
     """A group not finished by then is given up and its prompt goes back to the queue."""
     sampling: SamplingConfig = SamplingConfig()
     engine: EngineConfig = EngineConfig()
-    reward: RewardConfig = RewardConfig()
+    rewards: dict[RewardName, Reward] = Field(
+        default_factory=lambda: {"answer": FunctionReward(function="rollout.rewards:exact_number")}
+    )
+    """By name. The reward of a completion is the sum of each one's value times its weight."""
+
+    @field_validator("rewards")
+    @classmethod
+    def _some_reward(cls, rewards: dict[str, Reward]) -> dict[str, Reward]:
+        if all(reward.weight == 0 for reward in rewards.values()):
+            raise ValueError("expected at least one reward whose weight is not 0")
+        return rewards
 
 
 class RolloutExperiment(Experiment):

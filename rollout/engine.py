@@ -4,7 +4,7 @@
 """
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,6 +26,13 @@ class CompletionFailed(RuntimeError):
     def __init__(self, kind: str, detail: str = "") -> None:
         super().__init__(f"{kind}: {detail}" if detail else kind)
         self.kind = kind
+
+
+def gravest(failures: BaseExceptionGroup[Any]) -> BaseException:
+    """One exception to speak for all: anything that is more than a failed completion comes first."""
+    return next(
+        (e for e in failures.exceptions if not isinstance(e, CompletionFailed)), failures.exceptions[0]
+    )
 
 
 @dataclass(frozen=True, slots=True)

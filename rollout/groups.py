@@ -4,15 +4,15 @@ import asyncio
 import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
 from buffer.records import Group, Lease, Trajectory
 from buffer.rendering import Renderer
-from rollout.engine import Completion, CompletionFailed, Engine, Request
+from rollout.engine import Completion, CompletionFailed, Engine, Request, gravest
 from rollout.metrics import Meters
-from rollout.reward_pool import Score
+from rollout.total_reward import Answer, Total
 
 MAX_TEXT = 4000
 """Characters of a completion that travel with its trajectory, to be read by people."""
@@ -27,8 +27,9 @@ class SamplingPlan:
     max_tokens: int
 
 
-class Scorer(Protocol):
-    async def score(self, text: str, row: dict[str, Any]) -> Score: ...
+class Rewards(Protocol):
+    async def ready(self) -> None: ...
+    async def score(self, answer: Answer) -> Total: ...
 
 
 class GroupRunner:
@@ -37,7 +38,7 @@ class GroupRunner:
     Args:
         engine: Samples the completions.
         renderer: Makes the prompt's token ids.
-        scorer: Scores a completion, off the event loop.
+        rewards: Score a completion, off the event loop.
         version: The policy version now loaded.
         plans: By the lease's kind.
         timeout_s: For a whole group.
@@ -48,7 +49,7 @@ class GroupRunner:
         self,
         engine: Engine,
         renderer: Renderer,
-        scorer: Scorer,
+        rewards: Rewards,
         version: Callable[[], int | None],
         plans: Mapping[str, SamplingPlan],
         timeout_s: float,
@@ -56,11 +57,15 @@ class GroupRunner:
     ) -> None:
         self._engine = engine
         self._renderer = renderer
-        self._scorer = scorer
+        self._rewards = rewards
         self._version = version
         self._plans = plans
         self._timeout_s = timeout_s
         self._meters = meters
+
+    async def ready(self) -> None:
+        """Wait until groups can be scored; raises what keeps that from ever being so."""
+        await self._rewards.ready()
 
     async def run(self, lease: Lease) -> Group:
         """The whole group; if one completion fails, the others are cancelled and so does the group.
@@ -81,7 +86,7 @@ class GroupRunner:
         except TimeoutError:
             raise CompletionFailed("group_timeout", f"not finished within {self._timeout_s:g} s") from None
         except BaseExceptionGroup as failures:
-            raise _gravest(failures) from failures
+            raise gravest(failures) from failures
         return Group(
             group_id=uuid.uuid4().hex,
             lease_id=lease.lease_id,
@@ -104,11 +109,11 @@ class GroupRunner:
         )
         completion = await self._engine.generate(request)
         self._meters.completed(completion)
-        score = await self._scorer.score(completion.text, lease.prompt.row)
-        return trajectory(index, prompt_ids, completion, score)
+        total = await self._rewards.score(Answer(lease.prompt.row, prompt_ids, completion))
+        return trajectory(index, prompt_ids, completion, total)
 
 
-def trajectory(index: int, prompt_ids: list[int], completion: Completion, score: Score) -> Trajectory:
+def trajectory(index: int, prompt_ids: list[int], completion: Completion, total: Total) -> Trajectory:
     """Lay prompt and completion out as one sequence; only what the engine sampled is marked as trained."""
     start, length = len(prompt_ids), len(prompt_ids) + len(completion.token_ids)
     token_ids = np.empty(length, np.int32)
@@ -125,15 +130,8 @@ def trajectory(index: int, prompt_ids: list[int], completion: Completion, score:
         loss_mask=loss_mask,
         behavior_logprobs=behavior_logprobs,
         versions=versions,
-        reward=score.reward,
-        reward_parts=score.parts,
+        reward=total.reward,
+        reward_parts=total.parts,
         finish_reason=completion.finish_reason,
         metadata={"text": completion.text[:MAX_TEXT]},
-    )
-
-
-def _gravest(failures: BaseExceptionGroup[Any]) -> BaseException:
-    """One exception to speak for all: anything that is more than a failed completion comes first."""
-    return next(
-        (e for e in failures.exceptions if not isinstance(e, CompletionFailed)), failures.exceptions[0]
     )

@@ -60,11 +60,12 @@ class RolloutLoop:
         """Until the run is over.
 
         Consumes: leases, training and evaluation alike.
-        Waits for: the first policy version; then room for a group; then the buffer to grant a lease.
-        Unblocked by: the learner's publish, or the end of the run; a group that was delivered or given up;
-            the learner's progress, which lets the buffer grant more.
+        Waits for: the first policy version, and the scorers of reward models; then room for a group; then the
+            buffer to grant a lease.
+        Unblocked by: the learner's publish and the scorers' answers, or the end of the run; a group that was
+            delivered or given up; the learner's progress, which lets the buffer grant more.
         """
-        await self._first_version()
+        await self._everything_there()
         self._meters.wait_for("leases")
         async with asyncio.TaskGroup() as tasks, self._leases_kept(tasks):
             while not self._finished:
@@ -72,8 +73,9 @@ class RolloutLoop:
                 for lease in await self._take(room):
                     self._held[lease.lease_id] = tasks.create_task(self._work(lease))
 
-    async def _first_version(self) -> None:
-        """Wait for something to sample with; a run that ends meanwhile has no use for this server."""
+    async def _everything_there(self) -> None:
+        """Wait for something to sample with and to score with; a run that ends meanwhile has no use for this
+        server."""
         arrived = asyncio.create_task(self._arrived())
         ended = asyncio.create_task(self._run_ended())
         try:
@@ -87,6 +89,8 @@ class RolloutLoop:
 
     async def _arrived(self) -> None:
         await self._weights.wait_first_version()
+        self._meters.wait_for("scorers")
+        await self._runner.ready()
 
     async def _run_ended(self) -> None:
         while not self._finished:

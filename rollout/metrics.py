@@ -12,6 +12,8 @@ from rollout.engine import Completion
 from sync.sink import StagePlan, WeightSink
 
 PERIOD_S = 2.0
+CAUSES = ("weights", "scorers", "leases")
+"""What a server with no group in hand may wait for, in the order in which it does."""
 
 
 class Meters:
@@ -40,7 +42,7 @@ class Meters:
         self._last_time, self._last_tokens = clock(), 0
 
     def wait_for(self, cause: str) -> None:
-        """From now on a server with no group in hand waits for this: `weights`, `leases`."""
+        """From now on a server with no group in hand waits for this: one of `CAUSES`."""
         self._close_idle()
         self._cause = cause
 
@@ -78,7 +80,7 @@ class Meters:
             "completions": self.completions,
             "tokens": self.tokens,
             "publishes": self.publishes,
-            **{f"waiting_s/{cause}": round(self._waiting_s[cause], 3) for cause in ("weights", "leases")},
+            **{f"waiting_s/{cause}": round(self._waiting_s[cause], 3) for cause in CAUSES},
             **{f"publish_s/{phase}": round(self.publish_s[phase], 3) for phase in ("stage", "load", "pause")},
             "reward_timeouts": self.failures["reward_timeout"],
             **{f"failed/{kind}": count for kind, count in sorted(self.failures.items())},

@@ -12,12 +12,12 @@ import uvloop
 
 from buffer.prompts import fingerprint, load_rows
 from buffer.rendering import Renderer
-from rollout.config import PredictionExperiment
+from rollout.config import ModelReward, PredictionExperiment
 from rollout.groups import SamplingPlan
 from rollout.pass_rate import part_means, rates
 from rollout.prediction import Line, Output, Predictor, Row, predict
-from rollout.reward_pool import RewardPool
-from rollout.service import load_tokenizer
+from rollout.tokenizers import load_tokenizer
+from rollout.total_reward import open_rewards
 
 Told = Callable[[int, int, Line], None]
 """Called with a row's number, how many rows there are, and the line written of it."""
@@ -49,6 +49,12 @@ def evaluate(experiment: PredictionExperiment, folder: Path, told: Told) -> dict
     config = experiment.eval
     if config is None:
         raise ValueError("evaluate: the experiment has no `eval` section; expected eval.source at least")
+    for name, reward in experiment.rollout.rewards.items():
+        if isinstance(reward, ModelReward) and reward.weight != 0:
+            raise ValueError(
+                f"evaluate: rollout.rewards.{name} is a reward model, whose scorer serves a run only; "
+                f"set rollout.rewards.{name}.weight=0"
+            )
     rows = load_rows(config.source, experiment.seed)
     sampling = experiment.rollout.sampling
     plan = SamplingPlan(config.samples, config.temperature, config.max_tokens or sampling.max_tokens)
@@ -92,15 +98,15 @@ async def _predict(
             f"{model.max_length}; lower the one or raise the other"
         )
     system_prompt = experiment.data.system_prompt if experiment.data else None
-    renderer = Renderer(load_tokenizer(model.path), model.max_length, system_prompt)
+    tokenizer = load_tokenizer("model.path", model.path)
+    renderer = Renderer(tokenizer, model.max_length, system_prompt)
     output = Output(path, _settings(experiment, rows, plan, scored))
     if output.begin() == len(rows):
         return
     async with AsyncExitStack() as stack:
-        rewards = RewardPool(rollout.reward) if scored else None
-        if rewards is not None:
-            stack.push_async_callback(rewards.close)
-            await rewards.start()
+        rewards = None
+        if scored:
+            rewards = await open_rewards(rollout.rewards, experiment.name, "evaluate", tokenizer, stack)
         engine = VLLMEngine(model, rollout.engine, rollout.sampling.stop, experiment.seed)
         stack.push_async_callback(engine.close)
         await engine.start()
@@ -123,6 +129,8 @@ def _settings(
         "temperature": plan.temperature,
         "max_tokens": plan.max_tokens,
         "stop": list(experiment.rollout.sampling.stop),
-        "reward": experiment.rollout.reward.function if scored else None,
+        "rewards": {n: r.model_dump(mode="json") for n, r in experiment.rollout.rewards.items()}
+        if scored
+        else None,
         "seed": experiment.seed,
     }

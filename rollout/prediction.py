@@ -15,27 +15,30 @@ from typing import Any
 
 from buffer.rendering import PromptRefused, Renderer
 from rollout.engine import Engine, Request
-from rollout.groups import SamplingPlan, Scorer
+from rollout.groups import Rewards, SamplingPlan
+from rollout.total_reward import Answer
 
 Row = dict[str, Any]
 Line = dict[str, Any]
 
 
 class Predictor:
-    """Samples the completions of one row, and scores them where there is a scorer.
+    """Samples the completions of one row, and scores them where there are rewards.
 
     Args:
         engine: Started; serves one set of weights, labelled version 0.
         renderer: Makes a prompt's token ids.
         plan: How many completions, at which temperature, how long.
-        scorer: None leaves completions without rewards.
+        rewards: None leaves completions without.
     """
 
-    def __init__(self, engine: Engine, renderer: Renderer, plan: SamplingPlan, scorer: Scorer | None) -> None:
+    def __init__(
+        self, engine: Engine, renderer: Renderer, plan: SamplingPlan, rewards: Rewards | None
+    ) -> None:
         self._engine = engine
         self._renderer = renderer
         self._plan = plan
-        self._scorer = scorer
+        self._rewards = rewards
 
     async def line(self, number: int, row: Row) -> Line:
         """What is written of row `number`: the row, and its completions or why it has none.
@@ -62,9 +65,9 @@ class Predictor:
             "finish_reason": completion.finish_reason,
             "logprob": round(float(completion.logprobs.sum()), 6),
         }
-        if self._scorer is not None:
-            score = await self._scorer.score(completion.text, row)
-            told |= {"reward": score.reward, "reward_parts": score.parts}
+        if self._rewards is not None:
+            total = await self._rewards.score(Answer(row, prompt_ids, completion))
+            told |= {"reward": total.reward, "reward_parts": total.parts}
         return told
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import msgpack
 
-from rollout.config import RewardConfig
+from rollout.config import FunctionReward
 from rollout.engine import CompletionFailed
 from rollout.reward_worker import HEADER, frame
 
@@ -36,10 +36,12 @@ class RewardPool:
 
     Args:
         config: Which function, how long, how many, how much memory.
+        key: The setting that it is of, for messages.
     """
 
-    def __init__(self, config: RewardConfig) -> None:
+    def __init__(self, config: FunctionReward, key: str) -> None:
         self._config = config
+        self._key = key
         self._idle: asyncio.LifoQueue[_Worker | None] = asyncio.LifoQueue()
         """One entry per worker not in use; None where one was ended and the next call starts another."""
         self._workers: set[_Worker] = set()
@@ -87,7 +89,7 @@ class RewardPool:
         await asyncio.gather(*(worker.process.wait() for worker in workers))
 
     async def _spawn(self) -> "_Worker":
-        worker = await _Worker.spawn(self._config)
+        worker = await _Worker.spawn(self._config, self._key)
         self._workers.add(worker)
         return worker
 
@@ -105,7 +107,7 @@ class _Worker:
         self.process = process
 
     @classmethod
-    async def spawn(cls, config: RewardConfig) -> "_Worker":
+    async def spawn(cls, config: FunctionReward, key: str) -> "_Worker":
         """Start a worker and wait until it has imported the function.
 
         Raises:
@@ -128,7 +130,7 @@ class _Worker:
                 worker.kill()
         if first["kind"] != "ready":
             raise RewardStartError(
-                f"rollout.reward.function {config.function!r}: {first['detail']}; "
+                f"{key}.function={config.function}: {first['detail']}; "
                 "expected an importable package.module:function"
             )
         return worker

@@ -59,7 +59,7 @@ def score(function: Callable[[str, dict[str, Any]], Any], text: str, row: dict[s
         items = value.items() if isinstance(value, dict) else [("reward", value)]
         return {"kind": "ok", "parts": {str(name): float(part) for name, part in items}}
     except MemoryError:
-        return {"kind": "memory", "detail": "out of the memory that rollout.reward.memory_mib allows"}
+        return {"kind": "memory", "detail": "out of the memory that its memory_mib allows"}
     except Exception as error:  # noqa: BLE001  a user's function may raise anything; it costs this completion
         return {"kind": "raised", "detail": f"{type(error).__name__}: {error}"[:500]}
 

@@ -2,8 +2,8 @@
 
 They run in worker processes (`reward_pool.py`), so a slow or broken one costs no more than its own group. The
 row is the prompt's, as the data source gave it. A function of your own has the same shape; name it in
-`rollout.reward.function` as `package.module:function`. Of named numbers the one called `reward` is the
-reward; without one of that name it is their sum.
+`rollout.rewards` as `package.module:function`. Of named numbers the one called `reward` is the reward;
+without one of that name it is their sum.
 """
 
 import re

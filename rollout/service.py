@@ -2,12 +2,9 @@
 
 import asyncio
 import logging
-import signal
 import sys
-from collections.abc import Coroutine
 from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import Any
 
 import uvloop
 
@@ -16,11 +13,13 @@ from buffer.errors import Refusal
 from buffer.experiment import ConfigError
 from buffer.rendering import Renderer
 from rollout.config import RolloutExperiment
+from rollout.endings import first_of, signalled, unending
 from rollout.engine import Engine, EngineFailed
 from rollout.groups import GroupRunner, SamplingPlan
 from rollout.loop import RolloutLoop
 from rollout.metrics import MeteredSink, Meters
-from rollout.reward_pool import RewardPool
+from rollout.tokenizers import load_tokenizer
+from rollout.total_reward import TotalReward, open_rewards
 from sync.errors import SyncError
 from sync.receiver import Receiver
 
@@ -65,32 +64,14 @@ def sampling_plans(experiment: RolloutExperiment) -> dict[str, SamplingPlan]:
     return plans
 
 
-def load_tokenizer(path: str) -> Any:
-    """The model's tokenizer.
-
-    Raises:
-        ConfigError: There is none.
-    """
-    from transformers import AutoTokenizer
-
-    if not (Path(path) / "config.json").exists():
-        raise ConfigError(f"model.path: {path} has no config.json; expected a Hugging Face model folder")
-    try:
-        return AutoTokenizer.from_pretrained(path, local_files_only=True)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"model.path: {path}: no tokenizer: {str(error).splitlines()[0]}") from None
-
-
 async def _serve(experiment: RolloutExperiment, name: str) -> None:
     plans = sampling_plans(experiment)
-    renderer = Renderer(
-        load_tokenizer(experiment.model.path), experiment.model.max_length, experiment.data.system_prompt
-    )
+    tokenizer = load_tokenizer("model.path", experiment.model.path)
+    renderer = Renderer(tokenizer, experiment.model.max_length, experiment.data.system_prompt)
     async with AsyncExitStack() as stack:
         # Rewards first: a function that cannot be imported is told at once, not half a minute later.
-        rewards = RewardPool(experiment.rollout.reward)
-        stack.push_async_callback(rewards.close)
-        await rewards.start()
+        configured = experiment.rollout.rewards
+        rewards = await open_rewards(configured, experiment.name, name, tokenizer, stack)
         engine = _engine(experiment, name)
         stack.push_async_callback(engine.close)
         await engine.start()
@@ -101,7 +82,7 @@ async def serve_with(
     experiment: RolloutExperiment,
     name: str,
     engine: Engine,
-    rewards: RewardPool,
+    rewards: TotalReward,
     renderer: Renderer,
     plans: dict[str, SamplingPlan],
 ) -> None:
@@ -118,52 +99,18 @@ async def serve_with(
         renew_period_s = min(RENEW_S, buffer.lease_timeout_s / 4)
         loop = RolloutLoop(client, receiver, runner, rollout.max_groups, renew_period_s, meters)
         logger.info("rollout server %s is up: up to %d groups at a time", name, rollout.max_groups)
-        await _first_of(
+        await first_of(
             asyncio.create_task(loop.run()),
             asyncio.create_task(_engine_lost(engine)),
-            asyncio.create_task(_unending(receiver.run())),
-            asyncio.create_task(_unending(meters.write(metrics_path, lambda: receiver.version))),
-            asyncio.create_task(_signalled()),
+            asyncio.create_task(unending(receiver.run())),
+            asyncio.create_task(unending(meters.write(metrics_path, lambda: receiver.version))),
+            asyncio.create_task(signalled("handing the leases back")),
         )
     logger.info("rollout server %s ends: %d groups, %d tokens", name, meters.groups, meters.tokens)
 
 
-async def _first_of(*tasks: asyncio.Task[None]) -> None:
-    """Wait until one ends, end the others in the order given, and raise what went wrong, if anything did."""
-    done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-    for task in tasks:
-        task.cancel()
-        await asyncio.wait([task])
-    for task in sorted(done, key=tasks.index):
-        error = task.exception() if not task.cancelled() else None
-        while isinstance(error, BaseExceptionGroup):
-            error = error.exceptions[0]
-        if error is not None:
-            raise error
-
-
-async def _unending(work: Coroutine[Any, Any, object]) -> None:
-    await work
-    raise AssertionError("a background task of the server ended before the server did")
-
-
 async def _engine_lost(engine: Engine) -> None:
     raise EngineFailed(await engine.wait_failed())
-
-
-async def _signalled() -> None:
-    """Wait for SIGTERM or SIGINT. A second one ends the process at once; its guard ends the engine."""
-    loop, arrived = asyncio.get_running_loop(), asyncio.Event()
-
-    def arrive(number: signal.Signals) -> None:
-        logger.info("%s: handing the leases back", number.name)
-        loop.remove_signal_handler(number)
-        signal.signal(number, signal.SIG_DFL)
-        arrived.set()
-
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, arrive, number)
-    await arrived.wait()
 
 
 def _engine(experiment: RolloutExperiment, name: str) -> Engine:

@@ -1,6 +1,7 @@
 """What tests of whole services run on: a made model of two layers, and an experiment around it."""
 
 import json
+import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,42 @@ def made_model(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def free_address() -> Callable[[], str]:
+    def find() -> str:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            return f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+
+    return find
+
+
+@pytest.fixture(scope="session")
+def made_reward_model(made_model, tmp_path_factory) -> Path:
+    """A Llama that gives one score, far outside of 0 to 1, and has the made model's tokenizer."""
+    import torch
+    from transformers import AutoTokenizer, LlamaConfig, LlamaForSequenceClassification
+
+    folder = tmp_path_factory.mktemp("made") / "reward"
+    torch.manual_seed(1)
+    config = LlamaConfig(
+        vocab_size=64,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=128,
+        num_labels=1,
+        pad_token_id=0,
+    )
+    model = LlamaForSequenceClassification(config)
+    torch.nn.init.normal_(model.score.weight, std=1.0)
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(made_model).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
 def make_experiment(made_model, tmp_path_factory) -> Callable[..., Path]:
     """Makes a folder with a reward of its own, prompts, and `experiment.yaml`; keywords override sections."""
 
@@ -65,7 +102,7 @@ def make_experiment(made_model, tmp_path_factory) -> Callable[..., Path]:
                 "group_size": 8,
                 "sampling": {"max_tokens": 12},
                 "engine": {"kv_cache_gib": 0.25, "max_num_seqs": 64},
-                "reward": {"function": "my_reward:share_of_even_words"},
+                "rewards": {"even": {"function": "my_reward:share_of_even_words"}},
             },
             "buffer": {"groups_per_batch": 4, "max_staleness": 2, "address": "tcp://127.0.0.1:0"},
             "sync": {"address": "tcp://127.0.0.1:0"},

@@ -38,7 +38,7 @@ def seconds_of(*arguments: str) -> float:
 def test_help_names_every_command():
     result = slipstream("--help")
     assert result.returncode == 0
-    commands = "run buffer rollout learner sft reward dpo report convert plan doctor"
+    commands = "run buffer rollout scorer learner sft reward dpo report convert plan doctor"
     for command in commands.split():
         assert f" {command} " in result.stdout
 
@@ -70,6 +70,12 @@ def test_a_plan_takes_less_than_two_seconds_and_says_by_its_exit_code_whether_it
         (("run", "configs/demo.yaml", "model.path=/nowhere"), "model.path=/nowhere: no config.json in it"),
         (("run", "nowhere.yaml"), "nowhere.yaml: no such file"),
         (("run", "configs"), "configs"),
+        (("scorer", "configs/judged.yaml"), "Missing option '--name'"),
+        (("scorer", "configs/judged.yaml", "--name", "answer"), "no reward model of this name"),
+        (
+            ("scorer", "configs/judged.yaml", "--name", "helpful", "rollout.rewards.helpful.model=/nowhere"),
+            "rollout.rewards.helpful.model=/nowhere: no config.json in it",
+        ),
         (("run",), "Missing argument 'CONFIG'"),
         (("rum",), "No such command 'rum'"),
         (("run", "configs/demo.yaml", "--fast"), "No such option: --fast"),

@@ -107,8 +107,10 @@ def test_the_readme_example_runs_stops_at_ctrl_c_and_resumes(folder, made_model)
     assert f"{made} steps were made" in second.text
     assert [row["step"] for row in rows(folder)] == list(range(1, made + 3)), "each once, in order"
     for row in rows(folder):
-        assert 0 <= row["reward_parts/right"] <= 1
-        assert row["reward_parts/right"] + row["reward_parts/short"] == pytest.approx(row["reward/mean"])
-    assert any(row["reward_parts/short"] > 0 for row in rows(folder))
+        right, short = (row[f"reward_parts/answer/{part}"] for part in ("right", "short"))
+        assert 0 <= right <= 1
+        assert right + short == pytest.approx(row["reward_parts/answer"])
+        assert row["reward_parts/answer"] == pytest.approx(row["reward/mean"])
+    assert any(row["reward_parts/answer/short"] > 0 for row in rows(folder))
     assert (folder / "runs/colours/model/config.json").exists()
     assert (folder / "runs/colours/report/summary.md").exists()

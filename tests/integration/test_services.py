@@ -4,7 +4,6 @@ import json
 import re
 import shlex
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -24,17 +23,11 @@ BIN = Path(sys.executable).parent
 STEPS, GROUPS = 3, 4
 
 
-def free_address() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return f"tcp://127.0.0.1:{probe.getsockname()[1]}"
-
-
 def commands() -> dict[str, list[str]]:
-    """Service → the command that the README gives for it."""
+    """Service → the command that the README gives for it; only some runs have a scorer."""
     text = (HOME / "README.md").read_text()
     (block,) = re.findall(r"## The services, each on its own.*?```\n(.*?)```", text, re.DOTALL)
-    lines = {}
+    lines = {"scorer": ["slipstream", "scorer", "experiment.yaml", "--name", "helpful"]}
     for line in block.splitlines():
         words = shlex.split(line)
         lines["learner" if words[0] == "torchrun" else words[1]] = words
@@ -93,7 +86,7 @@ def services(folder: Path) -> Iterator[Services]:
 
 
 @pytest.fixture
-def experiment(make_experiment) -> Callable[..., Path]:
+def experiment(make_experiment, free_address) -> Callable[..., Path]:
     def make(name: str, **changes: dict) -> Path:
         sections = {"buffer": {}, "sync": {}, "learner": {}} | changes
         sections["buffer"] = {"groups_per_batch": GROUPS, "address": free_address(), **sections["buffer"]}
@@ -166,3 +159,38 @@ def test_server_then_buffer_then_learner_and_a_second_server_joins_during_the_ru
     assert max(row["staleness/max"] for row in rows) <= 2
     lines = (folder / "run/metrics/rollout-late.jsonl").read_text().splitlines()
     assert json.loads(lines[-1])["groups"] > 0, "it works beside the first"
+
+
+def test_a_scorer_that_is_killed_and_started_again_costs_time_only(
+    experiment, free_address, made_reward_model
+):
+    engine = {"kv_cache_gib": 0.25, "max_num_seqs": 64}
+    helpful = {
+        "model": str(made_reward_model), "weight": 0.5, "address": free_address(), "dtype": "float32",
+        "engine": engine,
+    }  # fmt: skip
+    rewards = {"even": {"function": "my_reward:share_of_even_words"}, "helpful": helpful}
+    rollout = {"group_size": 4, "sampling": {"max_tokens": 8}, "engine": engine, "rewards": rewards}
+    steps = 8
+    # On-policy: each step needs scores that were asked for after the one before.
+    sections = {"rollout": rollout, "learner": {"steps": steps}, "buffer": {"max_staleness": 0}}
+    folder = experiment("killed-scorer", **sections)
+    with services(folder) as s:
+        for service in ("learner", "buffer", "rollout", "scorer"):
+            s.start(service)
+        s.until(lambda: len(s.rows()) >= 2)
+        killed = s.running.pop("scorer")
+        killed.kill()
+        killed.wait()
+        s.says("rollout", "waiting for scorer helpful at")
+        assert len(s.rows()) < steps
+        s.start("scorer")
+        s.finish()
+        assert "connected to scorer helpful at" in s.log("rollout")
+        assert "gave up prompt" not in s.log("rollout")
+        assert "scorer helpful ends" in s.log("scorer")
+        rows = s.rows()
+    assert_whole(folder, rows, steps)
+    for row in rows:
+        parts = row["reward_parts/even"] + 0.5 * row["reward_parts/helpful"]
+        assert row["reward/mean"] == pytest.approx(parts, abs=1e-5)

@@ -47,7 +47,7 @@ def experiment(tmp_path, tiny_model):
             "group_size": 4,
             "sampling": {"max_tokens": 200},
             "engine": {"kv_cache_gib": 0.25},
-            "reward": {"function": "rollout.rewards:contains"},
+            "rewards": {"contains": {"function": "rollout.rewards:contains"}},
         },
         "sync": {"address": free_address()},
     }

@@ -16,7 +16,8 @@ import pytest
 import yaml
 from rich.console import Console
 
-from launch import local
+from buffer.experiment import ConfigError
+from launch import local, services
 from launch.experiment import read
 from launch.supervisor import Service
 
@@ -160,14 +161,68 @@ with locked(Path({str(run_dir)!r})):
 def test_the_services_get_the_written_file_with_addresses_that_are_free(config_file, tmp_path):
     experiment = local.settle(read(config_file, OVERRIDES))
     config = tmp_path / "config.yaml"
-    services = local.plan_services(experiment, config)
-    assert [s.name for s in services] == ["buffer", "server-0", "learner"]
-    assert all(str(config) in s.command for s in services)
+    planned = local.plan_services(experiment, config)
+    assert [s.name for s in planned] == ["buffer", "server-0", "learner"]
+    assert all(str(config) in s.command for s in planned)
     assert not experiment.buffer.address.endswith(":0")
     assert experiment.buffer.address != experiment.sync.address
-    learner = services[-1]
+    learner = planned[-1]
     assert learner.stop_signal_to == "children"
     assert learner.command[1:3] == ["-m", "torch.distributed.run"]
+
+
+@pytest.fixture
+def judged(config_file, tmp_path) -> list[str]:
+    """Overrides for two reward models that are computed and one that is not."""
+    (tmp_path / "reward").mkdir()
+    labels = {"architectures": ["LlamaForSequenceClassification"], "id2label": {"0": "score"}}
+    (tmp_path / "reward" / "config.json").write_text(json.dumps(labels))
+    model = {"model": str(tmp_path / "reward"), "address": "tcp://127.0.0.1:0"}
+    rewards = {
+        "right": {"function": "rollout.rewards:exact_number"},
+        "kind": model | {"engine": {"tensor_parallel": 2}},
+        "brief": model,
+        "unused": {"model": "/nowhere", "weight": 0},
+    }
+    changed = yaml.safe_load(config_file.read_text())
+    changed["rollout"]["rewards"] = rewards
+    config_file.write_text(yaml.safe_dump(changed, sort_keys=False))
+    return OVERRIDES
+
+
+def test_each_reward_model_that_is_computed_has_a_scorer_with_an_address_of_its_own(
+    config_file, judged, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(services, "usable_cores", lambda: list(range(16)))
+    experiment = local.settle(read(config_file, judged))
+    config = tmp_path / "config.yaml"
+    planned = {s.name: s for s in local.plan_services(experiment, config)}
+    assert list(planned) == ["buffer", "server-0", "scorer-kind", "scorer-brief", "learner"]
+    kind = planned["scorer-kind"]
+    assert kind.command[1:6] == ["-m", "rollout.scorer", str(config), "--name", "kind"]
+    assert kind.command[6:] == ["rollout.rewards.kind.engine.cores=2-3|4-5"]
+    assert planned["server-0"].command[-1] == "rollout.engine.cores=0-1"
+    rewards = experiment.rollout.rewards
+    addresses = {experiment.buffer.address, experiment.sync.address}
+    addresses |= {rewards[name].address for name in ("kind", "brief")}
+    assert len(addresses) == 4
+    assert not any(address.endswith(":0") for address in addresses)
+    roles = [s.role for s in planned.values()]
+    assert len(set(roles)) == len(roles), "a scorer cannot stand in for another reward's"
+    stopping = list(local.deadlines(list(planned.values())))
+    assert stopping == ["learner", "rollout", "scorer-kind", "scorer-brief", "buffer"]
+
+
+def test_two_scorers_on_one_address_are_refused(config_file, judged):
+    same = [f"rollout.rewards.{name}.address=tcp://127.0.0.1:5703" for name in ("kind", "brief")]
+    with pytest.raises(ConfigError, match=r"rewards.kind.address and rollout.rewards.brief.address are both"):
+        read(config_file, [*judged, *same])
+
+
+def test_a_reward_model_that_takes_less_than_the_policy_says_is_refused(config_file, judged):
+    told = r"rollout.rewards.kind.max_length=64 is below model.max_length=128"
+    with pytest.raises(ConfigError, match=told):
+        read(config_file, [*judged, "rollout.rewards.kind.max_length=64"])
 
 
 def test_unfinished_means_steps_evaluation_or_model_are_missing(make_run, config_file):

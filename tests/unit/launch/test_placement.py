@@ -14,38 +14,43 @@ def busy_port():
 
 
 def test_two_cores_are_shared_not_split():
-    cores = split_cores([0, 1], servers=1, ranks_per_server=1, processes=1)
-    assert cores.servers == (None,)
+    cores = split_cores([0, 1], [1], processes=1)
+    assert cores.engines == (None,)
     assert cores.learner_threads == 2
 
 
 def test_ranks_on_two_cores_get_one_thread_each_and_never_none():
-    assert split_cores([0, 1], 1, 1, processes=2).learner_threads == 1
-    assert split_cores([0, 1], 1, 1, processes=4).learner_threads == 1
+    assert split_cores([0, 1], [1], processes=2).learner_threads == 1
+    assert split_cores([0, 1], [1], processes=4).learner_threads == 1
 
 
-def test_many_cores_are_halved_between_servers_and_learner():
-    cores = split_cores(list(range(16)), servers=2, ranks_per_server=1, processes=2)
-    assert cores.servers == ("0-3", "4-7")
+def test_many_cores_are_halved_between_engines_and_learner():
+    cores = split_cores(list(range(16)), [1, 1], processes=2)
+    assert cores.engines == ("0-3", "4-7")
     assert cores.learner_threads == 4
 
 
 def test_ranks_of_one_server_get_cores_of_their_own():
-    cores = split_cores(list(range(8)), servers=1, ranks_per_server=2, processes=1)
-    assert cores.servers == ("0-1|2-3",)
+    assert split_cores(list(range(8)), [2], processes=1).engines == ("0-1|2-3",)
+
+
+def test_a_scorer_has_as_many_ranks_as_it_likes():
+    cores = split_cores(list(range(16)), [1, 2, 1], processes=1)
+    assert cores.engines == ("0-1", "2-3|4-5", "6-7")
+    assert cores.learner_threads == 8
 
 
 def test_cores_with_gaps_are_listed():
-    assert split_cores([0, 2, 4, 6], 1, 1, 1).servers == ("0,2",)
+    assert split_cores([0, 2, 4, 6], [1], 1).engines == ("0,2",)
 
 
 def test_more_servers_than_half_the_cores_share_all():
-    assert split_cores(list(range(4)), servers=3, ranks_per_server=1, processes=1).servers == (None,) * 3
+    assert split_cores(list(range(4)), [1] * 3, processes=1).engines == (None,) * 3
 
 
-def test_gpus_go_to_servers_first_then_to_the_learner():
-    assert split_gpus(["0", "1", "2", "3"], servers=1, ranks_per_server=2, processes=2) == ["0,1", "2,3"]
-    assert split_gpus(["0"], servers=1, ranks_per_server=1, processes=1) is None
+def test_gpus_go_to_the_engines_first_then_to_the_learner():
+    assert split_gpus(["0", "1", "2", "3", "4"], [2, 1], processes=2) == ["0,1", "2", "3,4"]
+    assert split_gpus(["0"], [1], processes=1) is None
 
 
 def test_a_free_port_stays(busy_port):

@@ -16,7 +16,7 @@ def test_a_finished_run_has_the_whole_report(make_run):
     run_dir = make_run()
     summary = write_report(run_dir)
     folder = run_dir / "report"
-    for name in ("reward", "staleness", "throughput", "time"):
+    for name in ("reward", "reward_parts", "staleness", "throughput", "time"):
         width, height = size_of((folder / f"{name}.png").read_bytes())
         assert width > 1000
         assert height > 500
@@ -34,6 +34,8 @@ def test_a_finished_run_has_the_whole_report(make_run):
     assert told["staleness_max"] == 2
     assert told["pause_seconds_max"] == 0.5
     assert "target 0.8 REACHED: eval score 0.200 → 0.840" in summary.text()
+    assert told["reward_parts"] == {"right": [0.4, 0.4], "short": [0.125, 0.125]}
+    assert "short    0.125 → 0.125" in summary.text()
     assert str(folder) in summary.text()
 
 

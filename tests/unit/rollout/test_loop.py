@@ -15,8 +15,8 @@ from rollout.engine import CompletionFailed, EngineFailed
 from rollout.groups import GroupRunner, SamplingPlan
 from rollout.loop import RolloutLoop
 from rollout.metrics import Meters
-from rollout.reward_pool import Score
 from rollout.scripted import ScriptedEngine, plain_completion
+from rollout.total_reward import Total
 
 ROWS = [{"prompt": f"p{i}", "answer": str(i)} for i in range(4)]
 PLANS = {"train": SamplingPlan(3, 1.0, 8), "eval": SamplingPlan(2, 0.25, 5)}
@@ -34,13 +34,22 @@ class Words:
 class Rewards:
     """Scores the text's number, or raises."""
 
-    def __init__(self, fault=None):
+    def __init__(self, fault=None, there=True):
         self.fault = fault
+        self.answers = []
+        self.there = asyncio.Event()
+        if there:
+            self.there.set()
 
-    async def score(self, text, row):
+    async def ready(self):
+        await self.there.wait()
+
+    async def score(self, answer):
+        self.answers.append(answer)
         if self.fault:
             raise self.fault
-        return Score(float(text), {"reward": float(text)})
+        value = float(answer.completion.text)
+        return Total(2 * value, {"made": value})
 
 
 class Weights:
@@ -105,7 +114,8 @@ def test_a_group_holds_what_the_engine_sampled_and_what_it_earned():
             assert trajectory.loss_mask.tolist() == [0, 0, 1, 1, 1]
             assert trajectory.behavior_logprobs.tolist() == [0, 0, -0.5, -0.5, -0.5]
             assert trajectory.versions.tolist() == [0] * 5
-            assert trajectory.reward == 7.0
+            assert trajectory.reward == 14.0
+            assert trajectory.reward_parts == {"made": 7.0}
             assert trajectory.finish_reason == "stop"
             assert trajectory.metadata["text"] == "7"
 
@@ -147,6 +157,33 @@ def test_nothing_is_sampled_before_the_first_version():
             await first_batch(bench)
 
     asyncio.run(go())
+
+
+def test_nothing_is_sampled_before_everything_that_scores_is_there():
+    async def go():
+        engine, rewards = ScriptedEngine(plain_completion), Rewards(there=False)
+        async with Bench(engine, rewards=rewards) as bench:
+            await asyncio.sleep(0.1)
+            assert engine.requests == []
+            assert (await bench.buffer.status())["leased"] == 0
+            assert bench.meters.line()["waiting_s/scorers"] > 0
+            rewards.there.set()
+            await first_batch(bench)
+        return rewards.answers[0]
+
+    answer = asyncio.run(go())
+    assert answer.row["prompt"] == f"p{answer.prompt_ids[1]}"
+    assert answer.completion.token_ids.tolist() == [10, 11, 12, 13]
+
+
+def test_a_run_that_ends_while_a_server_waits_for_a_scorer_ends_the_server():
+    async def go():
+        async with Bench(ScriptedEngine(plain_completion), rewards=Rewards(there=False)) as bench:
+            await bench.buffer.finished(0)
+            await asyncio.wait_for(bench.task, 5)
+            return bench.task.done()
+
+    assert asyncio.run(go())
 
 
 def test_at_most_max_groups_are_in_hand_and_a_free_place_is_filled():

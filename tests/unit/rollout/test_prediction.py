@@ -9,8 +9,8 @@ from buffer.rendering import PromptRefused
 from rollout.engine import CompletionFailed
 from rollout.groups import SamplingPlan
 from rollout.prediction import Output, Predictor, predict
-from rollout.reward_pool import Score
 from rollout.scripted import ScriptedEngine, plain_completion
+from rollout.total_reward import Total
 
 ROWS = [{"prompt": f"p{i}", "answer": i} for i in range(9)]
 
@@ -86,8 +86,10 @@ def test_a_row_that_cannot_be_rendered_gets_its_reason_and_no_completions(tmp_pa
             return [1, 2, 3]
 
     class Rewards:
-        async def score(self, text, row):
-            return Score(float(row["answer"]), {"right": float(row["answer"])})
+        async def score(self, answer):
+            value = float(answer.row["answer"])
+            assert answer.prompt_ids == [1, 2, 3]
+            return Total(value, {"right": value})
 
     async def go():
         engine = ScriptedEngine(plain_completion)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from rollout.config import RewardConfig
+from rollout.config import FunctionReward
 from rollout.engine import CompletionFailed
 from rollout.reward_pool import RewardPool, RewardStartError
 
@@ -27,7 +27,7 @@ async def pool_of(**settings) -> AsyncIterator[RewardPool]:
         "workers": 1,
         "memory_mib": 512,
     } | settings
-    pool = RewardPool(RewardConfig(**settings))
+    pool = RewardPool(FunctionReward(**settings), "rollout.rewards.made")
     try:
         await pool.start()
         yield pool
@@ -149,7 +149,7 @@ def test_a_function_that_cannot_be_imported_is_told_at_the_start(function):
         async with pool_of(function=function):
             raise AssertionError("started")
 
-    with pytest.raises(RewardStartError, match=r"rollout\.reward\.function .* expected an importable"):
+    with pytest.raises(RewardStartError, match=r"rewards\.made\.function=.* expected an importable"):
         asyncio.run(go())
 
 

@@ -10,8 +10,8 @@ from rollout import service
 from rollout.config import RolloutExperiment
 from rollout.engine import EngineFailed
 from rollout.groups import SamplingPlan
-from rollout.reward_pool import RewardPool
 from rollout.scripted import ScriptedEngine, plain_completion
+from rollout.total_reward import TotalReward
 
 
 def free_address():
@@ -74,7 +74,7 @@ def test_an_engine_that_dies_ends_the_server_even_when_nobody_else_is_there(tmp_
         settings = experiment(tmp_path)
         engine = ScriptedEngine(plain_completion)
         await engine.start()
-        rewards = RewardPool(settings.rollout.reward)
+        rewards = TotalReward({})
         serving = asyncio.create_task(
             service.serve_with(
                 settings, "s", engine, rewards, Renderer(None, 64), service.sampling_plans(settings)

@@ -1,0 +1,81 @@
+"""Which processes make up a run on one machine, and what each of them gets of it."""
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from launch.experiment import WholeExperiment, reward_models
+from launch.placement import split_cores, split_gpus, usable_cores, visible_gpus
+from launch.supervisor import Service
+from rollout.config import EngineConfig
+
+
+def plan_services(e: WholeExperiment, config: Path) -> list[Service]:
+    """The processes to start, with their shares of cores and GPUs."""
+    engines = _engines(e)
+    cores = split_cores(usable_cores(), [engine.ranks for engine in engines], e.learner.processes)
+    shares = gpu_shares(e)
+    visible = [{"CUDA_VISIBLE_DEVICES": s} for s in shares] if shares else [{}] * (len(engines) + 1)
+    nowhere = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    services = [Service("buffer", "buffer", _python("buffer", config), nowhere)]
+    for engine, bind, environment in zip(engines, cores.engines, visible, strict=False):
+        command = _python(engine.module, config, "--name", engine.name)
+        if bind and engine.config.cores is None and not visible_gpus():
+            command.append(f"{engine.key}.cores={bind}")
+        services.append(Service(engine.service, engine.role, command, environment))
+    return [*services, _learner(e, config, cores.learner_threads, visible[-1])]
+
+
+@dataclass(frozen=True)
+class Engine:
+    """A server or a scorer: one vLLM with ranks of its own."""
+
+    module: str
+    name: str
+    service: str
+    role: str
+    key: str
+    """Of its section."""
+    config: EngineConfig
+
+    @property
+    def ranks(self) -> int:
+        return self.config.tensor_parallel * self.config.pipeline_parallel
+
+
+def _engines(e: WholeExperiment) -> list[Engine]:
+    """The servers, then the scorers."""
+    names = [f"server-{i}" for i in range(e.rollout.servers)]
+    servers = [Engine("rollout", name, name, "rollout", "rollout.engine", e.rollout.engine) for name in names]
+    scorers: list[Engine] = []
+    for name, reward in reward_models(e).items():
+        # A role of its own: no other reward's scorer can stand in for it.
+        service, key = f"scorer-{name}", f"rollout.rewards.{name}.engine"
+        scorers.append(Engine("rollout.scorer", name, service, service, key, reward.engine))
+    return servers + scorers
+
+
+def gpu_shares(e: WholeExperiment) -> list[str] | None:
+    """CUDA_VISIBLE_DEVICES of each engine, then of the learner; None when there are too few GPUs for that."""
+    return split_gpus(visible_gpus(), [engine.ranks for engine in _engines(e)], e.learner.processes)
+
+
+def _learner(e: WholeExperiment, config: Path, share: int, environment: dict[str, str]) -> Service:
+    threads = e.learner.threads or share
+    overrides: list[str] = []
+    if not visible_gpus():
+        overrides = [f"learner.threads={threads}"]
+        # Threads that sleep at barriers leave the core to the engine's threads, where the two share it.
+        environment = environment | {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE"}
+    command = [*torchrun(e.learner.processes), "learner", str(config), *overrides]
+    return Service("learner", "learner", command, environment, stop_signal_to="children")
+
+
+def torchrun(processes: int) -> list[str]:
+    """The command that runs a module as the ranks of one job here; the module's name comes next."""
+    options = ["--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", str(processes)]
+    return [sys.executable, "-m", "torch.distributed.run", *options, "-m"]
+
+
+def _python(module: str, config: Path, *more: str) -> list[str]:
+    return [sys.executable, "-m", module, str(config), *more]

@@ -1,0 +1,38 @@
+"""The command line of a process that reads an experiment and has a name."""
+
+import argparse
+import logging
+import signal
+import sys
+
+from buffer.experiment import ConfigError, load
+from rollout.config import RolloutExperiment
+
+
+def start(prog: str, about: str | None, name_help: str, name: str | None) -> tuple[RolloutExperiment, str]:
+    """Read the command line and the file, and begin to log.
+
+    Args:
+        prog: What was called.
+        about: For `--help`.
+        name_help: What `--name` is the name of.
+        name: Its default; None demands one.
+
+    Raises:
+        SystemExit: The file has a mistake; one line a mistake.
+    """
+    parser = argparse.ArgumentParser(prog=prog, description=about)
+    parser.add_argument("config", help="the experiment's YAML file")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="override of a setting in the file")
+    parser.add_argument("--name", default=name, required=name is None, help=name_help)
+    options = parser.parse_intermixed_args()
+    try:
+        experiment = load(options.config, options.overrides, RolloutExperiment)
+    except ConfigError as error:
+        sys.exit(str(error))
+    form = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+    logging.basicConfig(level=experiment.logging.level, format=form)
+    # While an engine starts there is nothing to hand back: Ctrl-C may end the process on the spot. asyncio
+    # would keep it for when the loop turns again, which vLLM's start holds up for half a minute.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    return experiment, options.name

@@ -1,0 +1,107 @@
+"""The scorer as a process: what it is made of, in which order it starts, and what ends it."""
+
+import asyncio
+import json
+import logging
+import sys
+import time
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import TextIO
+
+import uvloop
+
+from buffer.client import BufferClient
+from buffer.errors import Refusal
+from rollout.config import RolloutExperiment
+from rollout.endings import first_of, signalled, unending
+from rollout.engine import EngineFailed
+from rollout.scorer.engine import PoolingEngine
+from rollout.scorer.folder import longest, model_reward
+from rollout.scorer.rendering import WordsRenderer, fingerprint
+from rollout.scorer.server import ScorerServer
+from rollout.scorer.wire import Welcome
+from rollout.tokenizers import load_tokenizer
+
+logger = logging.getLogger(__name__)
+
+OVER_POLL_S = 1.0
+"""Between two looks whether the run is over; the buffer stays for three seconds after that."""
+REPORT_S = 2.0
+
+
+def run(experiment: RolloutExperiment, name: str) -> None:
+    """Serve until the run is over or a signal comes.
+
+    Args:
+        experiment: The run.
+        name: Of the reward in `rollout.rewards`.
+
+    Raises:
+        SystemExit: With status 1, after one line in the log that says what failed.
+    """
+    try:
+        uvloop.run(_serve(experiment, name))
+    except (EngineFailed, Refusal, OSError, ValueError) as error:
+        logger.error("scorer %s stops: %s", name, error)
+        sys.exit(1)
+
+
+async def _serve(experiment: RolloutExperiment, name: str) -> None:
+    reward = model_reward(experiment.rollout, experiment.model, name)
+    max_length = longest(experiment.model, reward)
+    tokenizer = load_tokenizer(f"rollout.rewards.{name}.model", reward.model)
+    renderer = WordsRenderer(tokenizer, max_length, experiment.data.system_prompt)
+    welcome = Welcome(reward.model, fingerprint(tokenizer), max_length)
+    async with AsyncExitStack() as stack:
+        engine = PoolingEngine(reward, max_length)
+        stack.push_async_callback(engine.close)
+        await engine.start()
+        # It listens once it can answer: until then, whoever asks waits and says for whom.
+        server = ScorerServer(engine, renderer, welcome, experiment.name, name, reward.address)
+        stack.callback(server.close)
+        logger.info("scorer %s is up at %s: %s", name, reward.address, reward.model)
+        await serve_until_over(experiment, name, server, asyncio.create_task(_engine_lost(engine)))
+    logger.info("scorer %s ends: %d scores", name, server.traffic.scores)
+
+
+async def serve_until_over(
+    experiment: RolloutExperiment, name: str, server: ScorerServer, lost: asyncio.Task[None]
+) -> None:
+    """Answer until the run is over, a signal comes, or the engine is lost."""
+    path = Path(experiment.run_dir) / "metrics" / f"scorer-{name}.jsonl"
+    address = experiment.buffer.address
+    async with BufferClient(address, "observer", experiment.name, f"scorer-{name}") as buffer:
+        await first_of(
+            asyncio.create_task(unending(server.run())),
+            lost,
+            asyncio.create_task(_run_over(buffer)),
+            asyncio.create_task(unending(_report(path, server))),
+            asyncio.create_task(signalled("stopping")),
+        )
+
+
+async def _run_over(buffer: BufferClient) -> None:
+    while not (await buffer.status())["over"]:  # noqa: ASYNC110  the buffer is another process
+        await asyncio.sleep(OVER_POLL_S)
+
+
+async def _engine_lost(engine: PoolingEngine) -> None:
+    raise EngineFailed(await engine.wait_failed())
+
+
+async def _report(path: Path, server: ScorerServer) -> None:
+    """Append a line every `REPORT_S`, and a last one when cancelled."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a") as file:
+        try:
+            while True:
+                await asyncio.sleep(REPORT_S)
+                _append(file, server)
+        finally:
+            _append(file, server)
+
+
+def _append(file: TextIO, server: ScorerServer) -> None:
+    file.write(json.dumps({"time": time.time(), **server.metrics()}) + "\n")
+    file.flush()

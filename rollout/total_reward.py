@@ -1,0 +1,186 @@
+"""The reward of a completion: the weighted sum of named parts, from functions and from reward models."""
+
+import asyncio
+import logging
+from collections.abc import Coroutine, Iterable, Mapping
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+import numpy as np
+
+from buffer.errors import BadMessage, Unreachable
+from rollout.config import FunctionReward, ModelReward, Reward
+from rollout.engine import Completion, CompletionFailed, gravest
+from rollout.reward_pool import RewardPool
+from rollout.scorer.client import ScorerClient
+from rollout.scorer.rendering import fingerprint
+from rollout.scorer.wire import Ids, ScoringFailed, Words
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+SCORER_WAIT_S = 600.0
+"""How long a server waits for a scorer before its first group."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A completion and what it answers. Made by the group runner, read by every reward."""
+
+    row: dict[str, Any]
+    """The prompt's, as the data source gave it."""
+    prompt_ids: list[int]
+    completion: Completion
+
+
+@dataclass(frozen=True, slots=True)
+class Total:
+    reward: float
+    """Σ weight · value over the rewards."""
+    parts: dict[str, float]
+    """Each reward's own value, before its weight, by name; `NAME/PART` for what a function names."""
+
+
+class Source(Protocol):
+    """One reward. `values` raises `CompletionFailed`; `ready` whatever keeps it from ever working."""
+
+    async def ready(self) -> None: ...
+    async def values(self, answer: Answer) -> tuple[float, dict[str, float]]: ...
+
+
+class TotalReward:
+    """All rewards of a run whose weight is not 0; the others cost nothing.
+
+    Args:
+        weighted: Weight and source by name.
+    """
+
+    def __init__(self, weighted: Mapping[str, tuple[float, Source]]) -> None:
+        self._weighted = dict(weighted)
+
+    async def ready(self) -> None:
+        """Wait until every reward can be asked.
+
+        Raises:
+            Unreachable: A scorer does not come.
+            Refusal: It is another one's.
+        """
+        await self._all(source.ready() for _, source in self._weighted.values())
+
+    async def score(self, answer: Answer) -> Total:
+        """Ask all rewards at once; the first that fails ends the others.
+
+        Raises:
+            CompletionFailed: One of them failed.
+        """
+        found = await self._all(source.values(answer) for _, source in self._weighted.values())
+        reward, parts = 0.0, {}
+        for (name, (weight, _)), (value, named) in zip(self._weighted.items(), found, strict=True):
+            reward += weight * value
+            parts |= {name: value} | {f"{name}/{part}": number for part, number in named.items()}
+        return Total(reward, parts)
+
+    @staticmethod
+    async def _all(calls: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                running = [tasks.create_task(call) for call in calls]
+        except BaseExceptionGroup as failures:
+            raise gravest(failures) from failures
+        return [task.result() for task in running]
+
+
+class FunctionSource:
+    """A reward function in processes of its own."""
+
+    def __init__(self, pool: RewardPool) -> None:
+        self._pool = pool
+
+    async def ready(self) -> None:
+        return
+
+    async def values(self, answer: Answer) -> tuple[float, dict[str, float]]:
+        score = await self._pool.score(answer.completion.text, answer.row)
+        return score.reward, {part: value for part, value in score.parts.items() if part != "reward"}
+
+
+class ModelSource:
+    """A reward model behind its scorer: the raw score at the last token, clipped if so configured.
+
+    Args:
+        name: The reward's.
+        client: Reaches the scorer.
+        config: Its section.
+        tokenizer: Fingerprint of the policy's tokenizer.
+    """
+
+    def __init__(self, name: str, client: ScorerClient, config: ModelReward, tokenizer: str) -> None:
+        self._name = name
+        self._client = client
+        self._clip = config.clip
+        self._tokenizer = tokenizer
+        self._takes_ids: bool | None = None
+
+    async def ready(self) -> None:
+        welcome = await self._client.hello(SCORER_WAIT_S)
+        self._takes_ids = welcome.tokenizer == self._tokenizer
+        how = (
+            "the token ids as sampled: its tokenizer is the policy's"
+            if self._takes_ids
+            else "the text, rendered anew: its tokenizer or chat template is not the policy's"
+        )
+        logger.info("reward %s: %s scores %s", self._name, welcome.model, how)
+
+    async def values(self, answer: Answer) -> tuple[float, dict[str, float]]:
+        assert self._takes_ids is not None, "scoring before the scorer is known"
+        try:
+            score = await self._client.score(self._work(answer))
+        except Unreachable as error:
+            raise CompletionFailed("scorer_timeout", str(error)) from None
+        except (ScoringFailed, BadMessage) as refusal:
+            raise CompletionFailed("scorer_refused", f"{self._name}: {refusal}") from None
+        return (score if self._clip is None else float(np.clip(score, -self._clip, self._clip))), {}
+
+    def _work(self, answer: Answer) -> Ids | Words:
+        completion = answer.completion
+        if self._takes_ids:
+            ids = [np.asarray(answer.prompt_ids, np.int32), completion.token_ids]
+            return Ids(self._tokenizer, np.concatenate(ids))
+        return Words(answer.row["prompt"], completion.text, completion.finish_reason == "stop")
+
+
+async def open_rewards(
+    rewards: Mapping[str, Reward],
+    run_id: str,
+    server: str,
+    tokenizer: Any,
+    stack: AsyncExitStack,
+) -> TotalReward:
+    """Start the functions' processes and the connections to the scorers.
+
+    Args:
+        rewards: By name; those of weight 0 are left out.
+        run_id: The run.
+        server: This server's name.
+        tokenizer: The policy's.
+        stack: Ends what was started.
+
+    Raises:
+        ValueError: A reward function cannot be imported.
+    """
+    weighted: dict[str, tuple[float, Source]] = {}
+    for name, reward in rewards.items():
+        if reward.weight == 0:
+            continue
+        if isinstance(reward, FunctionReward):
+            pool = RewardPool(reward, f"rollout.rewards.{name}")
+            stack.push_async_callback(pool.close)
+            await pool.start()
+            weighted[name] = reward.weight, FunctionSource(pool)
+        else:
+            client = ScorerClient(name, reward.address, run_id, server, reward.timeout_s)
+            await stack.enter_async_context(client)
+            weighted[name] = reward.weight, ModelSource(name, client, reward, fingerprint(tokenizer))
+    return TotalReward(weighted)

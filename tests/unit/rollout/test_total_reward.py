@@ -1,0 +1,159 @@
+"""Several rewards at once: weights, parts, and what a failing one costs."""
+
+import asyncio
+from contextlib import AsyncExitStack
+
+import numpy as np
+import pytest
+
+from buffer.errors import BadMessage, Unreachable, WrongRun
+from rollout.config import FunctionReward, ModelReward
+from rollout.engine import CompletionFailed, Request
+from rollout.scorer.wire import Ids, ScoringFailed, Welcome, Words
+from rollout.scripted import plain_completion
+from rollout.total_reward import Answer, ModelSource, TotalReward, open_rewards
+
+COMPLETION = plain_completion(Request("r", [1, 2], 8, 1.0, 0), text="12", num_tokens=3)
+ANSWER = Answer({"prompt": "how?", "answer": "12"}, [1, 2], COMPLETION)
+
+
+class Fixed:
+    def __init__(self, value, named=None, fault=None, delay_s=0.0):
+        self.value, self.named, self.fault, self.delay_s = value, named or {}, fault, delay_s
+        self.cancelled = False
+
+    async def ready(self):
+        if self.fault:
+            raise self.fault
+
+    async def values(self, answer):
+        try:
+            await asyncio.sleep(self.delay_s)
+        except asyncio.CancelledError:
+            self.cancelled = True
+            raise
+        if self.fault:
+            raise self.fault
+        return self.value, self.named
+
+
+def test_the_reward_is_the_weighted_sum_and_parts_are_before_their_weights():
+    rewards = TotalReward({
+        "right": (1.0, Fixed(1.0)),
+        "helpful": (0.5, Fixed(-3.0)),
+        "style": (-2.0, Fixed(0.25, {"short": 1.0, "polite": -0.75})),
+    })  # fmt: skip
+    total = asyncio.run(rewards.score(ANSWER))
+    assert total.reward == 1.0 * 1.0 + 0.5 * -3.0 + -2.0 * 0.25
+    assert total.parts == {
+        "right": 1.0, "helpful": -3.0, "style": 0.25, "style/short": 1.0, "style/polite": -0.75,
+    }  # fmt: skip
+
+
+def test_rewards_are_asked_at_the_same_time():
+    rewards = TotalReward({name: (1.0, Fixed(1.0, delay_s=0.2)) for name in "abcde"})
+
+    async def go():
+        async with asyncio.timeout(0.6):
+            return await rewards.score(ANSWER)
+
+    assert asyncio.run(go()).reward == 5.0
+
+
+def test_one_that_fails_fails_the_completion_by_its_own_kind_and_ends_the_others():
+    slow = Fixed(1.0, delay_s=60)
+    rewards = TotalReward({"slow": (1.0, slow), "bad": (1.0, Fixed(0, fault=CompletionFailed("made", "so")))})
+    with pytest.raises(CompletionFailed) as failed:
+        asyncio.run(rewards.score(ANSWER))
+    assert failed.value.kind == "made"
+    assert slow.cancelled
+
+
+def test_what_is_more_than_a_failed_completion_comes_out_as_it_is():
+    rewards = TotalReward({"a": (1.0, Fixed(0, fault=WrongRun("another run"))), "b": (1.0, Fixed(0))})
+    with pytest.raises(WrongRun, match="another run"):
+        asyncio.run(rewards.score(ANSWER))
+    with pytest.raises(WrongRun, match="another run"):
+        asyncio.run(rewards.ready())
+
+
+class Client:
+    """A scorer that answers as told."""
+
+    def __init__(self, tokenizer="ours", answer=0.0):
+        self.tokenizer, self.answer, self.work = tokenizer, answer, []
+
+    async def hello(self, timeout_s):
+        return Welcome("/models/reward", self.tokenizer, 64)
+
+    async def score(self, work):
+        self.work.append(work)
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        return self.answer
+
+
+def asked(client, answer=ANSWER, **settings):
+    async def go():
+        config = ModelReward(model="/models/reward", **settings)
+        source = ModelSource("helpful", client, config, "ours")
+        await source.ready()
+        return await source.values(answer)
+
+    return asyncio.run(go())
+
+
+def test_a_scorer_with_the_same_tokenizer_gets_the_ids_as_sampled():
+    client = Client(answer=-7.25)
+    assert asked(client) == (-7.25, {})
+    (work,) = client.work
+    assert isinstance(work, Ids)
+    assert work.token_ids.tolist() == [1, 2, 10, 11, 12]
+    assert work.token_ids.dtype == np.int32
+
+
+@pytest.mark.parametrize(("finish_reason", "ended"), [("stop", True), ("length", False)])
+def test_a_scorer_with_another_tokenizer_gets_the_text_and_whether_it_was_ended(finish_reason, ended):
+    client = Client(tokenizer="theirs")
+    completion = COMPLETION.__class__(
+        COMPLETION.token_ids, COMPLETION.logprobs, COMPLETION.versions, finish_reason, "12"
+    )
+    asked(client, Answer(ANSWER.row, ANSWER.prompt_ids, completion))
+    assert client.work == [Words("how?", "12", ended)]
+
+
+@pytest.mark.parametrize(("score", "clipped"), [(9.0, 2.5), (-9.0, -2.5), (2.0, 2.0)])
+def test_a_score_is_clipped_on_both_sides_only_when_asked(score, clipped):
+    assert asked(Client(answer=score))[0] == score
+    assert asked(Client(answer=score), clip=2.5)[0] == clipped
+
+
+@pytest.mark.parametrize(
+    ("fault", "kind"),
+    [
+        (Unreachable("no answer"), "scorer_timeout"),
+        (ScoringFailed("too_long"), "scorer_refused"),
+        (BadMessage("token_ids: …"), "scorer_refused"),
+    ],
+)
+def test_a_score_that_does_not_come_fails_the_completion(fault, kind):
+    with pytest.raises(CompletionFailed) as failed:
+        asked(Client(answer=fault))
+    assert failed.value.kind == kind
+
+
+def test_a_reward_of_weight_0_is_not_even_started():
+    rewards = {
+        "right": FunctionReward(function="rollout.rewards:exact_number", weight=2.0),
+        "broken": FunctionReward(function="no.such:function", weight=0.0),
+        "absent": ModelReward(model="/nowhere", weight=0.0),
+    }
+
+    async def go():
+        async with AsyncExitStack() as stack:
+            total = await open_rewards(rewards, "run", "server-0", None, stack)
+            await asyncio.wait_for(total.ready(), 5)
+            return await total.score(ANSWER)
+
+    total = asyncio.run(go())
+    assert (total.reward, total.parts) == (2.0, {"right": 1.0})
