@@ -23,9 +23,10 @@ demo: setup
 	$(BIN)/python -m launch.demo_model
 	$(BIN)/slipstream run configs/demo.yaml
 
+# Two files at a time: most of a test's time one process starts another and waits for it.
 test: setup check
 	$(BIN)/python -m launch.demo_model
-	$(BIN)/python -m pytest tests
+	$(BIN)/python -m pytest -n 2 --dist loadfile --durations=15 tests
 
 check: setup
 	$(BIN)/ruff check .
