@@ -84,7 +84,7 @@ def test_a_plan_takes_less_than_two_seconds_and_says_by_its_exit_code_whether_it
         (("buffer", "configs/demo.yaml", "buffer.capacity=1"), "buffer: capacity 1 is below"),
         (("buffer", "inspect"), "buffer inspect: expected one RUN_DIR"),
         (("buffer", "inspect", "/nowhere"), "/nowhere/buffer.sqlite: no such file"),
-        (("sft", "configs/sft.yaml", "stage.kinds=sft"), "stage.sft.kinds: unknown key; did you mean kind?"),
+        (("sft", "configs/sft.yaml", "stage.kinds=sft"), "stage.kinds: unknown key; did you mean kind?"),
         (("sft", "configs/dpo.yaml"), "configs/dpo.yaml: stage.kind is dpo; run it with `slipstream dpo`"),
         (
             ("dpo", "configs/dpo.yaml", "stage.loss=ipo", "stage.label_smoothing=0.1"),
