@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import math
 import time
 import uuid
 from collections.abc import Callable, Sequence
@@ -61,6 +62,7 @@ class Requester:
         self._decode = decode
         self._logger = logger
         self._pending: dict[str, _Pending] = {}
+        self._told = -math.inf
 
     async def __aenter__(self) -> Self:
         self._context = zmq.asyncio.Context()
@@ -122,10 +124,17 @@ class Requester:
                 waited = time.monotonic() - started
                 if left <= pause:
                     raise Unreachable(f"{self._peer}: no answer to {what} within {waited:.0f} s")
-                self._logger.warning("waiting for %s (%s, %.0f s)", self._peer, what, waited)
+                self._tell(what, waited)
                 pause = min(2 * pause, LONGEST_RESEND_S)
         finally:
             del self._pending[request_id]
+
+    def _tell(self, what: str, waited_s: float) -> None:
+        """Say for whom requests wait: once for all that were sent at about the same time."""
+        now = time.monotonic()
+        if now - self._told >= RESEND_S / 2:
+            self._told = now
+            self._logger.warning("waiting for %s (%s, %.0f s)", self._peer, what, waited_s)
 
     async def _answered(self, pending: _Pending, wait_s: float) -> bool:
         """Send once, and wait; while nobody takes what is sent, that may wait too."""

@@ -167,6 +167,20 @@ def test_a_scorer_that_is_not_there_is_waited_for_by_name_until_a_deadline(addre
     assert f"waiting for scorer helpful at {address} (hello" in caplog.text
 
 
+def test_many_that_wait_for_one_scorer_say_so_once(address, monkeypatch, caplog):
+    monkeypatch.setattr(requester, "RESEND_S", 0.5)
+
+    async def go():
+        async with client(address, timeout_s=1.2) as scorer:
+            return await asyncio.gather(*(scorer.score(ids(i)) for i in range(1, 20)), return_exceptions=True)
+
+    with caplog.at_level(logging.WARNING):
+        results = asyncio.run(go())
+    assert all(isinstance(result, Unreachable) for result in results)
+    assert len(results) == 19
+    assert caplog.text.count("waiting for scorer helpful") == 1
+
+
 def test_a_scorer_that_is_started_again_answers_what_its_predecessor_was_asked(address):
     """At once, when it is back: not when the request would be repeated anyway."""
 
