@@ -259,8 +259,8 @@ class Publisher:
         self._threads.append(sender.thread)
         sender.start(version)
         try:
-            for _, bucket in pack(manifest, stream, sender.lend):
-                sender.send(bucket)
+            for bucket, checksum in pack(manifest, stream, sender.lend):
+                sender.send(bucket, checksum)
             sender.finish()
             sent = True
         except TransferFailed as failure:

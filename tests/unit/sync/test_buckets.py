@@ -21,7 +21,9 @@ def send(manifest: Manifest, tensors: dict[str, torch.Tensor]) -> tuple[torch.Te
     """Pack through two lent buffers, as the publisher does; returns the stream and the buckets' sizes."""
     buffers = [torch.zeros(manifest.bucket_bytes, dtype=torch.uint8) for _ in range(2)]
     stream, sizes = torch.zeros(manifest.stream_bytes, dtype=torch.uint8), []
-    for index, bucket in pack(manifest, tensors.items(), lambda size: buffers[len(sizes) % 2][:size]):
+    packed = pack(manifest, tensors.items(), lambda size: buffers[len(sizes) % 2][:size])
+    for index, (bucket, summed) in enumerate(packed):
+        assert summed == checksum(bucket)
         start, end = manifest.bucket(index)
         stream[start:end] = bucket
         sizes.append(bucket.numel())
@@ -43,6 +45,15 @@ def test_any_tensors_come_back_from_buckets_of_any_size(parts, blocks):
         assert tensor.dtype == tensors[name].dtype
         assert torch.equal(tensor, tensors[name])
     assert Manifest.from_wire(manifest.to_wire()) == manifest
+
+
+@pytest.mark.parametrize("blocks", [3, 40, 200])
+def test_a_bucket_that_is_summed_piece_by_piece_has_the_checksum_of_the_whole(blocks):
+    tensors = {f"t{i}": torch.randn(size) for i, size in enumerate((5, 60_000, 3, 1, 130_000, 77, 300_000))}
+    manifest = Manifest.layout([spec_of(*pair) for pair in tensors.items()], blocks * BLOCK_BYTES)
+    stream, sizes = send(manifest, tensors)
+    assert len(sizes) == manifest.num_buckets
+    assert all(torch.equal(tensor, tensors[name]) for name, tensor in unpack(manifest, stream))
 
 
 def test_tensor_larger_than_a_bucket_spans_several_and_none_grows():
