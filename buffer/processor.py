@@ -1,10 +1,15 @@
-"""Which number format this machine computes models in: what `model.dtype: auto` stands for."""
+"""What this machine computes with, and which number format `model.dtype: auto` therefore stands for."""
 
 from pathlib import Path
 from typing import Literal
 
 BFLOAT16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16", "svebf16"}
 """Of /proc/cpuinfo, on x86 and on ARM: the processor multiplies bfloat16 itself."""
+
+
+def has_gpu(devices: Path = Path("/dev")) -> bool:
+    """Whether a CUDA device is there, without importing torch."""
+    return any(devices.glob("nvidia[0-9]*"))
 
 
 def native_dtype(
@@ -15,7 +20,7 @@ def native_dtype(
     A processor without it emulates bfloat16: on AVX2 its matrix products were 5 to 15 times slower than
     float32's.
     """
-    if any(devices.glob("nvidia[0-9]*")):
+    if has_gpu(devices):
         return "bfloat16"
     try:
         lines = cpuinfo.read_text().splitlines()

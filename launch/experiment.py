@@ -29,7 +29,7 @@ from buffer.experiment import (
 from launch.demo_model import MODEL_DIR
 from learner.config import LearnerConfig, LearnerExperiment
 from learner.offline.config import OfflineExperiment
-from rollout.config import FunctionReward, ModelReward, RolloutConfig, RolloutExperiment
+from rollout.config import FunctionReward, ModelReward, RolloutConfig, RolloutExperiment, engine_faults
 from rollout.scorer import folder
 from sync.config import SyncConfig
 
@@ -146,6 +146,8 @@ def read(path: str | Path, overrides: list[str], services: Iterable[str] = SERVI
     reasons = [reason for check in CHECKS for reason in check(experiment)]
     if "buffer" in services:
         reasons += missing_rows(experiment)
+    if "rollout" in services:
+        reasons += engine_faults("rollout.engine", experiment.rollout.engine)
     if "rollout" in services or "learner" in services:
         reasons += model_folder(experiment.model)
     if "learner" in services:
@@ -156,6 +158,7 @@ def read(path: str | Path, overrides: list[str], services: Iterable[str] = SERVI
         for name, reward in reward_models(experiment).items():
             longest = folder.longest(experiment.model, reward)
             reasons += folder.faults(f"rollout.rewards.{name}.model", reward.model, longest)
+            reasons += engine_faults(f"rollout.rewards.{name}.engine", reward.engine)
     if reasons:
         raise ConfigError("\n".join(f"{path}: {reason}" for reason in reasons))
     return experiment

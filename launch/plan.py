@@ -265,6 +265,8 @@ def _server(experiment: WholeExperiment, family: Family, target: Target) -> Rank
     impossible = None
     if family.heads % engine.tensor_parallel:
         impossible = f"{family.heads} attention heads do not divide by {engine.tensor_parallel}"
+    elif engine.pipeline_parallel > 1 and not target.gpu:
+        impossible = "vLLM's CPU build cannot serve with pipeline_parallel above 1"
     elif at_once == 0:
         impossible = f"no room for the KV cache of one sequence of {length} tokens"
     return RankKind(

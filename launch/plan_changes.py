@@ -109,10 +109,13 @@ def _server_tries(plan: Plan) -> Iterator[Settings]:
             wanted = {"tensor_parallel": tensor, "pipeline_parallel": pipeline}
             yield {f"rollout.engine.{k}": v for k, v in wanted.items() if v != getattr(engine, k)}
     if not plan.target.gpu:
-        starved = any(kind.impossible for kind in _kinds(plan, "rollout server"))
+        whole: Settings = {}
+        if engine.pipeline_parallel > 1:
+            yield (whole := {"rollout.engine.pipeline_parallel": 1})
+        starved = not whole and any(kind.impossible for kind in _kinds(plan, "rollout server"))
         for power in range(1, 8):
             gib = engine.kv_cache_gib * 2.0 ** (power if starved else -power)
-            yield {"rollout.engine.kv_cache_gib": gib}
+            yield whole | {"rollout.engine.kv_cache_gib": gib}
 
 
 def _devices(plan: Plan) -> list[str]:

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from buffer.experiment import FilesSource, load
 from launch.experiment import model_folder
-from rollout.config import PredictionExperiment
+from rollout.config import PredictionExperiment, engine_faults
 
 if TYPE_CHECKING:
     from rollout.offline import Told
@@ -31,11 +31,11 @@ def read(config: Path, overrides: list[str], model: Path | None) -> PredictionEx
 
     Raises:
         ConfigError: One line per mistake.
-        ValueError: The model's folder cannot be one.
+        ValueError: The model's folder cannot be one, or its engine cannot run here.
     """
     override = [f"model.path={model}"] if model else []
     experiment = load(config, [*overrides, *override], PredictionExperiment)
-    faults = model_folder(experiment.model)
+    faults = model_folder(experiment.model) + engine_faults("rollout.engine", experiment.rollout.engine)
     if faults:
         raise ValueError("\n".join(f"{config}: {fault}" for fault in faults))
     return experiment

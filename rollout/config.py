@@ -6,7 +6,7 @@ from pydantic import Discriminator, Field, StringConstraints, Tag, field_validat
 
 from buffer.config import BufferConfig
 from buffer.experiment import DataConfig, EvalConfig, Experiment, LoggingConfig, ModelConfig, Section
-from buffer.processor import native_dtype
+from buffer.processor import has_gpu, native_dtype
 from sync.config import SyncConfig
 
 
@@ -26,6 +26,7 @@ class SamplingConfig(Section):
 class EngineConfig(Section):
     tensor_parallel: int = Field(default=1, ge=1)
     pipeline_parallel: int = Field(default=1, ge=1)
+    """On GPUs only."""
     kv_cache_gib: float = Field(default=1.0, gt=0)
     """Of key-value cache on CPU; on GPU `gpu_memory_utilization` rules."""
     gpu_memory_utilization: float = Field(default=0.85, gt=0, le=1)
@@ -34,6 +35,26 @@ class EngineConfig(Section):
     cores: str | None = None
     """CPU only: each rank's cores as in VLLM_CPU_OMP_THREADS_BIND ("0-1", "0|1"); null takes all."""
     enforce_eager: bool = True
+
+
+def engine_faults(key: str, engine: EngineConfig) -> list[str]:
+    """Why an engine cannot serve on this machine, one line each.
+
+    No validator: a machine without a GPU may well plan an experiment, or hold the buffer of one, whose
+    servers run elsewhere.
+
+    Args:
+        key: Of its section, for the lines.
+        engine: Its layout.
+    """
+    if engine.pipeline_parallel == 1 or has_gpu():
+        return []
+    # vLLM's CPU runner makes the tensors that one stage receives of the one before while it compiles only.
+    return [
+        f"{key}.pipeline_parallel={engine.pipeline_parallel}: this machine has no GPU, and vLLM's CPU build "
+        f"dies at its first request with more than one stage; set {key}.pipeline_parallel=1, and "
+        f"{key}.tensor_parallel for more ranks"
+    ]
 
 
 RewardName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,31}$")]

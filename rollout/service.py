@@ -12,7 +12,7 @@ from buffer.client import BufferClient
 from buffer.errors import Refusal
 from buffer.experiment import ConfigError
 from buffer.rendering import Renderer
-from rollout.config import RolloutExperiment
+from rollout.config import RolloutExperiment, engine_faults
 from rollout.endings import first_of, signalled, unending
 from rollout.engine import Engine, EngineFailed
 from rollout.groups import GroupRunner, SamplingPlan
@@ -65,6 +65,8 @@ def sampling_plans(experiment: RolloutExperiment) -> dict[str, SamplingPlan]:
 
 
 async def _serve(experiment: RolloutExperiment, name: str) -> None:
+    if faults := engine_faults("rollout.engine", experiment.rollout.engine):
+        raise ConfigError("\n".join(faults))
     plans = sampling_plans(experiment)
     tokenizer = load_tokenizer("model.path", experiment.model.path)
     renderer = Renderer(tokenizer, experiment.model.max_length, experiment.data.system_prompt)

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from buffer.experiment import ConfigError, ModelConfig
-from rollout.config import ModelReward, RolloutConfig
+from rollout.config import ModelReward, RolloutConfig, engine_faults
 
 
 def model_reward(rollout: RolloutConfig, policy: ModelConfig, name: str) -> ModelReward:
@@ -22,6 +22,7 @@ def model_reward(rollout: RolloutConfig, policy: ModelConfig, name: str) -> Mode
             f"{', '.join(models) or 'none'}"
         )
     wrong = faults(f"rollout.rewards.{name}.model", reward.model, longest(policy, reward))
+    wrong += engine_faults(f"rollout.rewards.{name}.engine", reward.engine)
     if wrong:
         raise ConfigError("\n".join(wrong))
     return reward

@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 
 from buffer.experiment import ModelConfig
-from buffer.processor import native_dtype
+from buffer.processor import has_gpu, native_dtype
 
 
 @pytest.mark.parametrize(
@@ -22,7 +22,10 @@ def test_a_processor_that_only_emulates_bfloat16_computes_in_float32(tmp_path: P
 
 
 def test_a_cuda_device_computes_in_bfloat16(tmp_path: Path):
+    (tmp_path / "nvidiactl").touch()
+    assert not has_gpu(tmp_path)
     (tmp_path / "nvidia0").touch()
+    assert has_gpu(tmp_path)
     assert native_dtype(tmp_path / "absent", devices=tmp_path) == "bfloat16"
 
 

@@ -4,6 +4,7 @@ import pytest
 import yaml
 
 from buffer.experiment import ConfigError, DataConfig, JsonlSource, ReasoningGymSource, Section, load
+from launch import prediction
 from launch.experiment import WholeExperiment, differences, dump, read
 
 GAE = ("learner.algorithm.advantage=gae",)
@@ -58,6 +59,37 @@ def test_a_mistake_is_one_line_that_names_the_key(config_file, overrides, told):
     assert told in str(error.value)
     assert len(str(error.value).splitlines()) == 1
     assert str(error.value).startswith(str(config_file))
+
+
+@pytest.mark.parametrize(
+    ("key", "service"), [("rollout.engine", "rollout"), ("rollout.rewards.x.engine", "scorer")]
+)
+def test_pipeline_stages_of_an_engine_need_a_gpu_where_it_starts(
+    config_file, tmp_path, monkeypatch, key, service
+):
+    scorer = tmp_path / "scorer"
+    scorer.mkdir()
+    fields = {"architectures": ["LlamaForSequenceClassification"], "num_labels": 1}
+    (scorer / "config.json").write_text(json.dumps(fields))
+    overrides = [f"rollout.rewards.x.model={scorer}", f"{key}.pipeline_parallel=2"]
+    monkeypatch.setattr("rollout.config.has_gpu", lambda: False)
+    with pytest.raises(ConfigError) as error:
+        read(config_file, overrides)
+    (line,) = str(error.value).splitlines()
+    assert line.startswith(f"{config_file}: {key}.pipeline_parallel=2: this machine has no GPU")
+    assert f"set {key}.pipeline_parallel=1" in line
+    read(config_file, overrides, {"rollout", "scorer", "buffer", "learner"} - {service})
+    monkeypatch.setattr("rollout.config.has_gpu", lambda: True)
+    read(config_file, overrides)
+
+
+def test_offline_prediction_refuses_pipeline_stages_too(config_file, monkeypatch):
+    overrides = ["rollout.engine.pipeline_parallel=2"]
+    monkeypatch.setattr("rollout.config.has_gpu", lambda: False)
+    with pytest.raises(ValueError, match=r"rollout.engine.pipeline_parallel=2: this machine has no GPU"):
+        prediction.read(config_file, overrides, None)
+    monkeypatch.setattr("rollout.config.has_gpu", lambda: True)
+    assert prediction.read(config_file, overrides, None).rollout.engine.pipeline_parallel == 2
 
 
 def test_all_mistakes_are_told_at_once(config_file):

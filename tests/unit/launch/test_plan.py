@@ -147,6 +147,16 @@ def test_a_machine_of_cpus_holds_all_ranks_together():
     assert changes(starved)[0].startswith("rollout server: set rollout.engine.kv_cache_gib=2.0;")
 
 
+def test_a_server_on_cpus_has_no_pipeline_stages():
+    overrides = ("model.dtype=float32", "rollout.engine.kv_cache_gib=4", "rollout.engine.pipeline_parallel=2")
+    made = planned("policy-7b", *overrides, gpu=False, device_gib=1000)
+    assert made.reasons() == [
+        "rollout server rank: vLLM's CPU build cannot serve with pipeline_parallel above 1"
+    ]
+    assert changes(made)[0].startswith("rollout server: set rollout.engine.pipeline_parallel=1;")
+    assert planned("policy-7b", *overrides, devices=99).reasons() == []
+
+
 def test_a_server_keeps_whole_key_value_heads():
     family = families.read("configs/shapes/llama-2-70b")
     assert kv_bytes_per_token(family, EngineConfig(tensor_parallel=4), 2) == 2 * 80 * 2 * 128 * 2

@@ -72,6 +72,19 @@ def test_a_name_that_no_reward_model_has_is_told_with_those_there_are(tmp_path):
             model_reward(rollout, policy, name)
 
 
+def test_a_scorer_with_pipeline_stages_needs_a_gpu(tmp_path, monkeypatch):
+    (tmp_path / "config.json").write_text(json.dumps(GOOD))
+    engine = {"pipeline_parallel": 2}
+    reward = {"model": str(tmp_path), "max_length": 64, "engine": engine}
+    rollout = RolloutConfig.model_validate({"rewards": {"helpful": reward}})
+    policy = ModelConfig(path="/policy", max_length=512)
+    monkeypatch.setattr("rollout.config.has_gpu", lambda: False)
+    with pytest.raises(ConfigError, match=r"rewards.helpful.engine.pipeline_parallel=2: this machine has"):
+        model_reward(rollout, policy, "helpful")
+    monkeypatch.setattr("rollout.config.has_gpu", lambda: True)
+    assert model_reward(rollout, policy, "helpful").engine.pipeline_parallel == 2
+
+
 def test_the_same_tokenizer_has_the_same_fingerprint_after_use_and_saving(tmp_path):
     ours = tokenizer()
     before = fingerprint(ours)

@@ -60,6 +60,14 @@ def test_a_length_that_leaves_no_room_for_a_prompt_is_refused_by_its_key(tmp_pat
         service.sampling_plans(experiment(tmp_path, **section))
 
 
+def test_a_server_with_pipeline_stages_does_not_start_without_a_gpu(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr("rollout.config.has_gpu", lambda: False)
+    with pytest.raises(SystemExit):
+        service.run(experiment(tmp_path, rollout={"engine": {"pipeline_parallel": 2}}), "server-0")
+    (line,) = [r.getMessage() for r in caplog.records if r.levelno >= logging.ERROR]
+    assert "rollout.engine.pipeline_parallel=2: this machine has no GPU" in line
+
+
 def test_a_missing_model_is_told_in_one_line_and_ends_with_1(tmp_path, caplog):
     with pytest.raises(SystemExit) as ended:
         service.run(experiment(tmp_path), "server-0")
