@@ -1,12 +1,18 @@
 """The parts of the vLLM engine that need no engine."""
 
+import asyncio
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 from vllm.logprobs import FlatLogprobs, Logprob
-from vllm.outputs import WeightVersionSpan
+from vllm.outputs import CompletionOutput, WeightVersionSpan
+from vllm.sampling_params import RequestOutputKind, SamplingParams
 
-from rollout.engine import CompletionFailed
-from rollout.vllm_engine import sampled_logprobs, server_seed, token_versions
+from buffer.experiment import ModelConfig
+from rollout.config import EngineConfig
+from rollout.engine import CompletionFailed, Request
+from rollout.vllm_engine import VLLMEngine, sampled_logprobs, server_seed, token_versions
 from rollout.vllm_process import thread_binding
 
 
@@ -52,6 +58,45 @@ def test_spans_become_one_version_a_token():
 def test_a_token_without_a_policy_version_fails_the_completion(spans):
     with pytest.raises(CompletionFailed):
         token_versions(2, spans)
+
+
+class Llm:
+    """Stands in for AsyncLLM: keeps what it was asked, answers with one output; knows no token's text."""
+
+    def __init__(self, output):
+        self.output, self.asked = output, []
+
+    async def generate(self, prompt, params, request_id):
+        self.asked.append((prompt, params, request_id))
+        yield SimpleNamespace(finished=True, outputs=[self.output])
+
+    def get_tokenizer(self):
+        return SimpleNamespace(decode=lambda ids, skip_special_tokens: "read", encode=lambda text: [0])
+
+
+@pytest.mark.parametrize("stop", [(), ("=",)])
+def test_what_vllm_is_asked_and_that_its_answer_is_taken_as_it_is(stop):
+    spans = [WeightVersionSpan("7", 0, 1), WeightVersionSpan("8", 1, 3)]
+    logprobs = flat({31: -0.5}, {5: -1.5}, {2: -2.5})
+    llm = Llm(CompletionOutput(0, "up to the stop", [31, 5, 2], None, logprobs, finish_reason="stop",
+                               weight_versions=spans))  # fmt: skip
+    engine = VLLMEngine(ModelConfig(path="m"), EngineConfig(), stop)
+    engine._process.llm = llm
+    completion = asyncio.run(engine.generate(Request("r", [9, 4], 16, 0.7, version=7)))
+
+    ((prompt, params, request_id),) = llm.asked
+    assert (prompt["prompt_token_ids"], request_id) == ([9, 4], "r")
+    # Cached keys and values of another version's weights must not be found.
+    assert prompt["cache_salt"] == "7"
+    plain = SamplingParams(
+        temperature=0.7, max_tokens=16, stop=list(stop), logprobs=0, flat_logprobs=True,
+        detokenize=bool(stop), output_kind=RequestOutputKind.FINAL_ONLY, skip_clone=True,
+    )  # fmt: skip
+    assert params == plain, "anything else, such as top_p, would sample from another policy"
+    assert completion.token_ids.tolist() == [31, 5, 2]
+    assert completion.logprobs.tolist() == [-0.5, -1.5, -2.5]
+    assert completion.versions.tolist() == [7, 8, 8]
+    assert completion.text == ("up to the stop" if stop else "read")
 
 
 def test_servers_draw_different_noise_and_the_same_after_a_restart():

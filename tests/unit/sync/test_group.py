@@ -1,0 +1,49 @@
+"""What ends a wait in the broadcast group: its own deadline, whoever is missing."""
+
+import threading
+import time
+
+import pytest
+import torch
+
+from sync.errors import TransferFailed
+from sync.group import BroadcastGroup, Seat, listen
+
+CPU = torch.device("cpu")
+TIMEOUT_S = 1.0
+
+
+def seat(port, rank):
+    return Seat("127.0.0.1", port, 1, rank, 2, "gloo", TIMEOUT_S)
+
+
+def test_a_rank_that_never_comes_or_never_sends_is_waited_for_until_the_deadline():
+    store, port = listen("127.0.0.1", TIMEOUT_S)
+    started = time.monotonic()
+    with pytest.raises(TransferFailed, match="epoch 1: rank 1"):
+        BroadcastGroup.connect(seat(port, 1), CPU)
+    assert time.monotonic() - started < 5 * TIMEOUT_S
+    del store
+
+    store, port = listen("127.0.0.1", TIMEOUT_S)
+    groups: dict[int, BroadcastGroup] = {}
+
+    def connect(rank):
+        groups[rank] = BroadcastGroup.connect(seat(port, rank), CPU)
+
+    threads = [threading.Thread(target=connect, args=(rank,), daemon=True) for rank in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10)
+    received = torch.zeros(4)
+    sending = threading.Thread(target=groups[0].broadcast, args=(torch.ones(4),), daemon=True)
+    sending.start()
+    groups[1].broadcast(received)
+    sending.join(10)
+    assert received.tolist() == [1.0] * 4
+    started = time.monotonic()
+    with pytest.raises(TransferFailed, match="epoch 1: broadcast"):
+        groups[1].broadcast(received)
+    assert TIMEOUT_S / 2 < time.monotonic() - started < 5 * TIMEOUT_S
+    del store

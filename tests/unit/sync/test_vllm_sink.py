@@ -1,0 +1,110 @@
+"""How the sink drives an engine of several ranks, without an engine: in which order, and what stops it."""
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from sync.errors import LoadFailed, TransferFailed
+from sync.manifest import BLOCK_BYTES, Manifest, TensorSpec
+from sync.sink import StagePlan
+from sync.vllm_sink import VllmSink
+
+MANIFEST = Manifest.layout([TensorSpec("a", "float32", (3,))], BLOCK_BYTES)
+
+
+def plan(accepted=lambda: None):
+    return StagePlan(7, 1, True, "127.0.0.1", 1, 1, 3, "gloo", 5.0, MANIFEST, accepted)
+
+
+def rank(state, version=7, **more):
+    return {"state": state, "version": version, "buckets": 0, "checksum": 9, **more}
+
+
+class Engine:
+    """Two ranks that say in turn what `told` holds, the last again and again; notes what it was asked."""
+
+    errored = False
+    vllm_config = SimpleNamespace(parallel_config=SimpleNamespace(data_parallel_size=1, world_size=2))
+
+    def __init__(self, *told):
+        self.told = list(told)
+        self.asked: list[object] = []
+        self.breaks = False
+
+    async def collective_rpc(self, name):
+        assert name == "staging_status"
+        return self.told.pop(0) if len(self.told) > 1 else self.told[0]
+
+    async def init_weight_transfer_engine(self, request):
+        self.asked.append("begin")
+
+    async def pause_generation(self, mode, clear_cache):
+        assert (mode, clear_cache) == ("keep", False), "running requests go on with what they have computed"
+        self.asked.append("pause")
+
+    async def start_weight_update(self):
+        self.asked.append("start")
+
+    async def update_weights(self, request):
+        self.asked.append(("load", request.update_info["version"]))
+        if self.breaks:
+            raise Exception("rank 1: out of memory")
+
+    async def finish_weight_update(self, version=None):
+        self.asked.append(("finish", version))
+
+    async def resume_generation(self):
+        self.asked.append("resume")
+
+
+def sink(engine):
+    return VllmSink(cast(Any, engine))
+
+
+def test_a_version_is_staged_when_the_last_rank_has_it():
+    engine = Engine(
+        [rank("receiving"), rank("receiving")],
+        [rank("staged"), rank("receiving")],
+        [rank("receiving"), rank("staged")],
+        [rank("staged"), rank("staged")],
+    )
+    accepted = []
+    assert asyncio.run(sink(engine).stage(plan(lambda: accepted.append(len(engine.told))))) == 9
+    assert accepted == [3], "the learner hears of it before the first bucket"
+    assert len(engine.told) == 1
+
+
+def test_one_rank_that_fails_fails_the_stage():
+    engine = Engine(
+        [rank("receiving")] * 2, [rank("staged"), rank("failed", cause="transfer", reason="peer gone")]
+    )
+    with pytest.raises(TransferFailed, match="rank 1: peer gone"):
+        asyncio.run(sink(engine).stage(plan()))
+
+
+def test_weights_and_label_change_together_while_nothing_is_sampled():
+    engine = Engine([rank("staged"), rank("staged")])
+    assert asyncio.run(sink(engine).load(7)) >= 0
+    assert engine.asked == ["pause", "start", ("load", 7), ("finish", "7"), "resume"]
+
+
+@pytest.mark.parametrize("other", [rank("receiving"), rank("staged", version=6), {"state": "idle"}])
+def test_a_version_that_one_rank_lacks_is_not_loaded_on_any(other):
+    engine = Engine([rank("staged"), other])
+    with pytest.raises(LoadFailed, match="rank 1: version 7 is not staged"):
+        asyncio.run(sink(engine).load(7))
+    assert engine.asked == []
+
+
+def test_an_engine_of_two_versions_stays_paused_until_a_load_succeeds():
+    engine = Engine([rank("staged"), rank("staged")])
+    driven = sink(engine)
+    engine.breaks = True
+    with pytest.raises(LoadFailed, match="out of memory"):
+        asyncio.run(driven.load(7))
+    assert engine.asked == ["pause", "start", ("load", 7), ("finish", None)], "no label, and no resume"
+    engine.breaks = False
+    asyncio.run(driven.load(7))
+    assert engine.asked[-2:] == [("finish", "7"), "resume"]
