@@ -86,6 +86,12 @@ def test_a_restart_gives_leases_their_full_time_again(bench):
     assert b.do(lambda s: s.expire()) == 1
 
 
+def test_a_transaction_is_on_the_disk_when_it_returns(bench):
+    """Not in the kernel's cache alone, which kill -9 leaves and a power cut does not."""
+    ask = bench().store.database.one
+    assert (ask("PRAGMA journal_mode"), ask("PRAGMA synchronous")) == ("wal", 2)
+
+
 def test_a_group_delivered_twice_is_stored_once(bench, group):
     b = bench()
     b.do(lambda s: s.published(0))

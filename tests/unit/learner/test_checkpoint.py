@@ -1,14 +1,19 @@
-"""Which checkpoint counts as whole; saving and loading are in tests/integration."""
+"""Which checkpoint counts as whole, and what a resume brings back; killed runs are in tests/integration."""
 
 import json
 from traceback import StackSummary
 
 import pytest
+import torch
 from torch.distributed.checkpoint.api import CheckpointException
+from transformers import LlamaConfig, LlamaForCausalLM
 
+from learner import parallel
 from learner.checkpoint import Checkpoints, Setup, reason_of
 from learner.checkpoint_files import DamagedCheckpoint, verify
-from learner.optimizer import Trainable
+from learner.config import OptimizerConfig, ParallelConfig
+from learner.model import build_model
+from learner.optimizer import Trainable, apply_gradients, make_trainable
 
 SETUP = Setup("float32", False, 1, 1, 1, "digest", "model")
 
@@ -116,3 +121,63 @@ def test_a_run_with_a_value_model_does_not_go_on_from_a_checkpoint_without_one(t
     some = Trainable(None, None)
     with pytest.raises(ValueError, match=r"without a value model, this run has learner\.value; set it back"):
         checkpoints._load(path, some, some)
+
+
+@pytest.fixture
+def make(tmp_path):
+    """Makes trainables of one made model, in one process."""
+    config = LlamaConfig(
+        vocab_size=37, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=2, max_position_embeddings=32,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(tmp_path / "model")
+    layout = ParallelConfig(distributed_optimizer=False)
+    parallel.initialize(layout, seed=3)
+
+    def make():
+        model = build_model(tmp_path / "model", layout, torch.float32)
+        return make_trainable(model, OptimizerConfig(lr=1e-2), layout)
+
+    yield make
+    parallel.shutdown()
+
+
+def step(trainable, seed):
+    """With made gradients."""
+    draw = torch.Generator().manual_seed(seed)
+    trainable.model.zero_grad_buffer()
+    for parameter in trainable.model.parameters():
+        parameter.main_grad.copy_(torch.randn(parameter.shape, generator=draw))
+    apply_gradients(trainable.optimizer, 1.0)
+
+
+def weights(trainable):
+    return {name: p.detach().clone() for name, p in trainable.model.named_parameters()}
+
+
+def drawn():
+    """From torch's generator, and from Megatron's for what tensor-parallel ranks draw apart."""
+    from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+    with get_cuda_rng_tracker().fork():
+        apart = torch.rand(3)
+    return [*apart.tolist(), *torch.rand(3).tolist()]
+
+
+def test_a_resume_brings_back_weights_moments_generators_and_position(make, tmp_path):
+    checkpoints, first = Checkpoints(tmp_path, 2, SETUP), make()
+    step(first, 1)
+    checkpoints.save(3, first, {"place": 7})
+    saved, numbers = weights(first), drawn()
+    step(first, 2)
+
+    again = make()
+    drawn()
+    assert checkpoints.resume(again) == 3
+    assert checkpoints.position(3) == {"place": 7}
+    assert drawn() == numbers
+    assert all(torch.equal(tensor, saved[name]) for name, tensor in weights(again).items())
+    step(again, 2)
+    assert all(torch.equal(tensor, weights(first)[name]) for name, tensor in weights(again).items()), (
+        "a step after it is the step that would have come"
+    )
