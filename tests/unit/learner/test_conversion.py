@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2
 
 from learner import conversion
 from learner.config import ParallelConfig
-from learner.megatron_folder import StoredTensors
+from learner.megatron_folder import Chunk, StoredTensors
 
 SIZES = {
     "vocab_size": 67,
@@ -105,6 +105,32 @@ def test_a_layout_cuts_the_chunks_as_its_ranks_would(make, tmp_path):
     assert sorted(c.start for c in norms) == [(layer, 0) for layer in range(4)], (
         "of equal copies one is stored"
     )
+
+
+@pytest.mark.parametrize("layout", [ParallelConfig(), TWO_BY_TWO], ids=["one", "four"])
+def test_queries_lie_with_their_key_and_value_and_all_of_gate_before_up(make, tmp_path, layout):
+    """As Megatron's attention and its gated MLP take them apart; a round trip alone would not tell."""
+    source = make("llama-3")
+    held = weights(source)
+    conversion.hf_to_megatron(source, tmp_path / "checkpoint", layout)
+    stored = StoredTensors(tmp_path / "checkpoint")
+
+    def megatrons(name, layer):
+        whole = stored.shapes[f"decoder.layers.{name}.weight"]
+        chunk = Chunk(f"decoder.layers.{name}.weight", whole, (layer, 0, 0), (1, *whole[1:]))
+        return stored.read(chunk)[0]
+
+    for layer in range(4):
+
+        def ours(name, layer=layer):
+            return held[f"model.layers.{layer}.{name}_proj.weight"]
+
+        q, k, v = (ours(f"self_attn.{name}").view(-1, 8, 32) for name in "qkv")
+        heads = [q[0], q[1], k[0], v[0], q[2], q[3], k[1], v[1]]
+        assert torch.equal(megatrons("self_attention.linear_qkv", layer), torch.cat(heads))
+        gate_up = torch.cat([ours("mlp.gate"), ours("mlp.up")])
+        assert torch.equal(megatrons("mlp.linear_fc1", layer), gate_up)
+        assert torch.equal(megatrons("mlp.linear_fc2", layer), ours("mlp.down"))
 
 
 def test_dtypes_are_kept_or_changed_on_demand_and_never_mixed(make, tmp_path):

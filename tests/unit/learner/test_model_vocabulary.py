@@ -42,6 +42,15 @@ def test_values_and_gradients_equal_a_plain_log_softmax(inputs, temperature, chu
     assert found_grads[1][VOCAB:].abs().max() == 0
 
 
+def test_logits_of_bfloat16_are_reduced_in_float32(inputs):
+    hidden, weight = (x.detach().bfloat16() for x in inputs[:2])
+    logits = hidden.matmul(weight[:VOCAB].t()).float() / 0.7
+    expected = logits.log_softmax(-1).gather(1, inputs[2][:, None])[:, 0]
+    logprobs, entropy = target_logprobs(hidden, weight, inputs[2], VocabShard(0, VOCAB, None), 0.7)
+    assert logprobs.dtype == entropy.dtype == torch.float32
+    torch.testing.assert_close(logprobs, expected, atol=1e-5, rtol=0)
+
+
 def test_gradient_is_the_slope_of_the_value(inputs):
     hidden, weight, targets = (x.detach().double() if x.is_floating_point() else x for x in inputs)
 

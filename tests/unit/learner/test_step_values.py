@@ -30,7 +30,7 @@ SIZES = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 64,
 }
-GAMMA, LAMBDA, BETA, CLIP = 0.9, 0.8, 0.3, 1.5
+GAMMA, LAMBDA, BETA, CLIP, TEMPERATURE = 0.9, 0.8, 0.3, 1.5, 0.7
 REWARDS = [[1.0, 1.0, 1.0], [0.0, 9.0, -1.0], [0.5, 0.0, 2.0]]
 """Of each group: equal ones first, then one beyond the clip."""
 
@@ -91,7 +91,7 @@ def experiment(folders, **algorithm) -> LearnerExperiment:
             "run_dir": "r",
             "model": {"path": str(folders / "policy"), "dtype": "float32", "max_length": 64},
             "buffer": {"groups_per_batch": 3},
-            "rollout": {"group_size": 3},
+            "rollout": {"group_size": 3, "sampling": {"temperature": TEMPERATURE}},
             "learner": learner | ({"value": value} if algorithm["advantage"] == "gae" else {}),
         }
     )
@@ -119,7 +119,7 @@ def models(folders):
 def facts(models, trajectory: Trajectory) -> list[tuple[float, float, float, float]]:
     """Of each trained token: log μ, log π, log π_ref and V before it."""
     ids = torch.tensor(trajectory.token_ids[None], dtype=torch.int64)
-    policy, reference = (m(ids).logits[0].log_softmax(-1) for m in models[:2])
+    policy, reference = ((m(ids).logits[0] / TEMPERATURE).log_softmax(-1) for m in models[:2])
     values = models[2].model(ids).last_hidden_state[0] @ models[2].score.weight[0]
     return [
         (
