@@ -13,6 +13,7 @@ from queue import Empty, SimpleQueue
 
 import zmq
 
+from sync.errors import TransferFailed
 from sync.membership import Member, Membership
 from sync.wire import (
     SCHEMA,
@@ -82,6 +83,7 @@ class Control:
             return
         self._closing.set()
         self._wake()
+        self.notify()
         self._thread.join(timeout=5)
 
     def send(self, members: Iterable[Member], message: Message) -> None:
@@ -99,9 +101,16 @@ class Control:
         self.changed.notify_all()
 
     def wait(self, done: Callable[[], bool], timeout_s: float) -> bool:
-        """Block until `done` (called under `changed`) holds or the time is up; whether it holds."""
+        """Block until `done` (called under `changed`) holds or the time is up; whether it holds.
+
+        Raises:
+            TransferFailed: `close` was called: no answer can come any more.
+        """
         with self.changed:
-            return self.changed.wait_for(done, timeout_s)
+            found = self.changed.wait_for(lambda: self._closing.is_set() or done(), timeout_s)
+            if found and self._closing.is_set():
+                raise TransferFailed("the publisher was closed")
+            return found
 
     def notify(self) -> None:
         with self.changed:

@@ -1,0 +1,28 @@
+"""The publisher's thread of control messages."""
+
+import threading
+import time
+
+import pytest
+
+from sync.control import Control
+from sync.errors import TransferFailed
+
+
+def test_who_waits_for_a_member_is_freed_when_the_publisher_closes():
+    control = Control("tcp://127.0.0.1:*", "run", 10)
+    control.start()
+    freed = []
+
+    def wait():
+        with pytest.raises(TransferFailed, match="closed"):
+            control.wait(lambda: False, 60)
+        freed.append(time.monotonic())
+
+    waiting = threading.Thread(target=wait)
+    waiting.start()
+    closed = time.monotonic()
+    control.close()
+    waiting.join(20)
+    assert freed
+    assert freed[0] - closed < 10
