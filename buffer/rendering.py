@@ -57,6 +57,42 @@ class Renderer:
             raise PromptRefused("bad_row", "an empty prompt")
         return ids
 
+    def room(self, length: int) -> int:
+        """How many tokens fit behind so many."""
+        return self._max_length - length
+
+    def follow_up(self, messages: list[dict[str, str]], last_id: int) -> list[int]:
+        """Token ids of messages that come after an answer, and of the opening of the next one.
+
+        Args:
+            messages: Of any role but the answer's.
+            last_id: The answer's last token; its end mark is added where it lacks one.
+
+        Raises:
+            PromptRefused: There is no template, or it does not just append.
+        """
+        tokenizer = self._tokenizer
+        before = [{"role": "user", "content": "."}, {"role": "assistant", "content": "."}]
+        try:
+            closed = tokenizer.apply_chat_template(before, tokenize=False)
+            opened = tokenizer.apply_chat_template(
+                [*before, *messages], tokenize=False, add_generation_prompt=True
+            )
+        except (TemplateError, ValueError, TypeError, KeyError) as error:
+            raise PromptRefused(
+                "bad_row", f"the chat template refuses what an episode tells: {error}"
+            ) from None
+        mark = tokenizer.eos_token or ""
+        answer, found, _ = closed.rpartition(mark) if mark else (closed, "", "")
+        if not found or not opened.startswith(closed):
+            raise PromptRefused(
+                "bad_row", "the chat template cannot go on behind an answer with its end mark"
+            )
+        rest = opened[len(answer) :]
+        if last_id == tokenizer.eos_token_id:
+            rest = rest.removeprefix(mark)
+        return list(tokenizer.encode(rest, add_special_tokens=False))
+
     def _rendered(self, prompt: Any) -> list[int]:
         if isinstance(prompt, str) and self._tokenizer.chat_template is None:
             text = f"{self._system_prompt}\n{prompt}" if self._system_prompt else prompt

@@ -2,9 +2,10 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, StringConstraints, Tag, field_validator
+from pydantic import AfterValidator, Discriminator, Field, StringConstraints, Tag, field_validator
 
 from buffer.config import BufferConfig
+from buffer.dotted import named
 from buffer.experiment import DataConfig, EvalConfig, Experiment, LoggingConfig, ModelConfig, Section
 from buffer.processor import has_gpu, native_dtype
 from sync.config import SyncConfig
@@ -128,6 +129,9 @@ class RolloutConfig(Section):
     group_timeout_s: float = Field(default=600.0, gt=0)
     """A group not finished by then is given up and its prompt goes back to the queue."""
     sampling: SamplingConfig = SamplingConfig()
+    episode: Annotated[str, AfterValidator(named())] | None = None
+    """`package.module:function` of your own, called as `await f(row, chat)` for every completion: it makes a
+    conversation of it (`rollout.episodes`), each turn of at most sampling.max_tokens. null asks once."""
     engine: EngineConfig = EngineConfig()
     rewards: dict[RewardName, Reward] = Field(
         default_factory=lambda: {"answer": FunctionReward(function="rollout.rewards:exact_number")}

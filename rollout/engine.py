@@ -62,6 +62,13 @@ class Completion:
     """`stop` or `length`."""
     text: str
     """Decoded without special tokens, and up to the stop string that ended it, if one did."""
+    sampled: NDArray[np.uint8] | None = None
+    """[N], 0 where the policy was told the token between two turns; None where it sampled all of them."""
+    turns: int = 1
+
+    @property
+    def sampled_mask(self) -> NDArray[np.uint8]:
+        return np.ones(len(self.token_ids), np.uint8) if self.sampled is None else self.sampled
 
 
 class Engine(Protocol):

@@ -11,6 +11,7 @@ import numpy as np
 from buffer.records import Group, Lease, Trajectory
 from buffer.rendering import Renderer
 from rollout.engine import Completion, CompletionFailed, Engine, Request, gravest
+from rollout.episodes import Chat, play
 from rollout.metrics import Meters
 from rollout.total_reward import Answer, Total
 
@@ -43,6 +44,7 @@ class GroupRunner:
         plans: By the lease's kind.
         timeout_s: For a whole group.
         meters: Told of every completion.
+        episode: Where the user's function of several turns is; None asks for one reply.
     """
 
     def __init__(
@@ -54,6 +56,7 @@ class GroupRunner:
         plans: Mapping[str, SamplingPlan],
         timeout_s: float,
         meters: Meters,
+        episode: str | None = None,
     ) -> None:
         self._engine = engine
         self._renderer = renderer
@@ -62,6 +65,7 @@ class GroupRunner:
         self._plans = plans
         self._timeout_s = timeout_s
         self._meters = meters
+        self._episode = episode
 
     async def ready(self) -> None:
         """Wait until groups can be scored; raises what keeps that from ever being so."""
@@ -98,18 +102,28 @@ class GroupRunner:
     async def _trajectory(
         self, index: int, lease: Lease, prompt_ids: list[int], plan: SamplingPlan
     ) -> Trajectory:
-        version = self._version()
-        assert version is not None, "sampling before the first version"
-        request = Request(
-            request_id=f"{lease.lease_id}/{index}",
-            prompt_ids=prompt_ids,
-            max_tokens=plan.max_tokens,
-            temperature=plan.temperature,
-            version=version,
-        )
-        completion = await self._engine.generate(request)
-        self._meters.completed(completion)
-        total = await self._rewards.score(Answer(lease.prompt.row, prompt_ids, completion))
+        async def sample(ids: list[int], turn: int) -> Completion:
+            version = self._version()
+            assert version is not None, "sampling before the first version"
+            request = Request(
+                request_id=f"{lease.lease_id}/{index}" + (f"/{turn}" if turn else ""),
+                prompt_ids=ids,
+                max_tokens=min(plan.max_tokens, self._renderer.room(len(ids))),
+                temperature=plan.temperature,
+                version=version,
+            )
+            completion = await self._engine.generate(request)
+            self._meters.completed(completion)
+            return completion
+
+        row = lease.prompt.row
+        if self._episode is None:
+            completion = await sample(prompt_ids, 0)
+        else:
+            chat = Chat(sample, self._renderer, prompt_ids)
+            row = await play(self._episode, row, chat)
+            completion = chat.completion()
+        total = await self._rewards.score(Answer(row, prompt_ids, completion))
         return trajectory(index, prompt_ids, completion, total)
 
 
@@ -119,7 +133,7 @@ def trajectory(index: int, prompt_ids: list[int], completion: Completion, total:
     token_ids = np.empty(length, np.int32)
     token_ids[:start], token_ids[start:] = prompt_ids, completion.token_ids
     loss_mask = np.zeros(length, np.uint8)
-    loss_mask[start:] = 1
+    loss_mask[start:] = completion.sampled_mask
     behavior_logprobs = np.zeros(length, np.float32)
     behavior_logprobs[start:] = completion.logprobs
     versions = np.zeros(length, np.int32)
@@ -133,5 +147,6 @@ def trajectory(index: int, prompt_ids: list[int], completion: Completion, total:
         reward=total.reward,
         reward_parts=total.parts,
         finish_reason=completion.finish_reason,
+        turns=completion.turns,
         metadata={"text": completion.text[:MAX_TEXT]},
     )

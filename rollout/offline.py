@@ -55,6 +55,8 @@ def evaluate(experiment: PredictionExperiment, folder: Path, told: Told) -> dict
                 f"evaluate: rollout.rewards.{name} is a reward model, whose scorer serves a run only; "
                 f"set rollout.rewards.{name}.weight=0"
             )
+    if experiment.rollout.episode:
+        raise ValueError("evaluate asks once; expected no rollout.episode, set rollout.episode=null")
     rows = load_rows(config.source, experiment.seed)
     sampling = experiment.rollout.sampling
     plan = SamplingPlan(config.samples, config.temperature, config.max_tokens or sampling.max_tokens)

@@ -9,6 +9,7 @@ from pathlib import Path
 import uvloop
 
 from buffer.client import BufferClient
+from buffer.dotted import resolve
 from buffer.errors import Refusal
 from buffer.experiment import ConfigError
 from buffer.rendering import Renderer
@@ -70,6 +71,8 @@ async def _serve(experiment: RolloutExperiment, name: str) -> None:
     plans = sampling_plans(experiment)
     tokenizer = load_tokenizer("model.path", experiment.model.path)
     renderer = Renderer(tokenizer, experiment.model.max_length, experiment.data.system_prompt)
+    if experiment.rollout.episode:
+        resolve(experiment.rollout.episode)
     async with AsyncExitStack() as stack:
         # Rewards first: a function that cannot be imported is told at once, not half a minute later.
         configured = experiment.rollout.rewards
@@ -93,8 +96,9 @@ async def serve_with(
     meters = Meters(name)
     receiver = Receiver(experiment.sync, experiment.name, name, MeteredSink(engine.sink, meters))
     runner = GroupRunner(
-        engine, renderer, rewards, lambda: receiver.version, plans, rollout.group_timeout_s, meters
-    )
+        engine, renderer, rewards, lambda: receiver.version, plans, rollout.group_timeout_s, meters,
+        rollout.episode,
+    )  # fmt: skip
     metrics_path = Path(experiment.run_dir) / "metrics" / f"rollout-{name}.jsonl"
     buffer = experiment.buffer
     async with BufferClient(buffer.address, "rollout", experiment.name, name) as client:

@@ -30,6 +30,9 @@ class Words:
             raise PromptRefused(row["refuse"], "as the row says")
         return [1, int(row["prompt"][1:])]
 
+    def room(self, length):
+        return 100 - length
+
 
 class Rewards:
     """Scores the text's number, or raises."""
