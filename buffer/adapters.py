@@ -4,13 +4,13 @@ The shapes are those of ChatLearn (query/response/score, prompt, text, eval_func
 (prompt/chosen/rejected), Anthropic's HH transcripts, chat messages as OpenAI writes them, and verl.
 """
 
-import importlib
 import json
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from buffer.dotted import resolve
 from buffer.examples import BadRow, Example, shown
 
 Row = dict[str, Any]
@@ -237,11 +237,7 @@ def custom(path: str) -> Adapter:
     Raises:
         ValueError: It cannot be imported.
     """
-    module, _, name = path.partition(":")
-    try:
-        function = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(f"{path}: cannot be imported as package.module:function: {error}") from None
+    function = resolve(path)
 
     def read(row: Row) -> Example:
         try:

@@ -2,12 +2,12 @@
 
 import codecs
 import glob
-import importlib
 from pathlib import Path
 from typing import Any
 
 from buffer.adapters import plain
 from buffer.arrow_tables import ArrowTable, saved_by_datasets
+from buffer.dotted import resolve
 from buffer.examples import BadRow
 from buffer.experiment import FilesSource, FunctionSource, JsonlSource, ReasoningGymSource, SingleSource
 from buffer.tables import Joined, ListTable, Table
@@ -71,12 +71,7 @@ def _file(path: Path) -> Table:
 
 
 def _function(source: FunctionSource) -> Table:
-    module, _, name = source.path.partition(":")
-    try:
-        function = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(f"{source.path}: cannot be imported as package.module:function: {error}") from None
-    rows = function(**source.args)
+    rows = resolve(source.path)(**source.args)
     return ListTable(source.path, [_plain(row, f"{source.path} row {n}") for n, row in enumerate(rows)])
 
 

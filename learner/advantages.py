@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from learner.config import Advantage
+from buffer.dotted import is_dotted, resolve
 
 Rewards = NDArray[np.float64]
 
@@ -55,18 +55,30 @@ def clipped(groups: Sequence[Rewards], limit: float | None) -> list[Rewards]:
     return list(groups) if limit is None else [rewards.clip(-limit, limit) for rewards in groups]
 
 
-def advantages(kind: Advantage, groups: Sequence[Rewards], batch: Moments) -> list[Rewards]:
+def advantages(kind: str, groups: Sequence[Rewards], batch: Moments) -> list[Rewards]:
     """Advantages of a shard's groups, each of its rewards' shape; rewards are finite.
 
     Args:
         kind: Of gae they are 0 until every token gets its own (`learner/returns.py`).
         batch: Moments over all shards; only reinforce_plus_plus looks at them.
+
+    Raises:
+        ValueError: A function of the user's made something else than a finite number of each reward.
     """
     if kind == "gae":
         return [np.zeros_like(r) for r in groups]
+    if is_dotted(kind):
+        return [_own(kind, r) for r in groups]
     if kind == "reinforce_plus_plus":
         return [reinforce_plus_plus(r, batch) for r in groups]
     return [{"grpo": grpo, "dr_grpo": dr_grpo, "rloo": rloo}[kind](r) for r in groups]
+
+
+def _own(path: str, r: Rewards) -> Rewards:
+    made = np.asarray(resolve(path)(r.copy()), np.float64)
+    if made.shape != r.shape or not np.isfinite(made).all():
+        raise ValueError(f"{path} made {made.tolist()} of rewards {r.tolist()}; expected as many, finite")
+    return made
 
 
 def grpo(r: Rewards) -> Rewards:

@@ -1,10 +1,11 @@
 """The learner's section of the experiment file."""
 
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import AfterValidator, ConfigDict, Field, model_validator
 
 from buffer.config import BufferConfig
+from buffer.dotted import named
 from buffer.experiment import Experiment, LoggingConfig, ModelConfig, Section
 from sync.config import SyncConfig
 
@@ -105,14 +106,19 @@ class KLConfig(Section):
         return self
 
 
-Advantage = Literal["grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "gae"]
+ADVANTAGES = ("grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "gae")
+LOSSES = ("ppo", "reinforce")
 
 
 class AlgorithmConfig(Section):
-    advantage: Advantage = "grpo"
+    advantage: Annotated[str, AfterValidator(named(*ADVANTAGES))] = "grpo"
+    """grpo, dr_grpo, rloo, reinforce_plus_plus, gae, or `package.module:function` of your own, called as
+    f(rewards of one group) -> as many advantages."""
     reward_clip: float | None = Field(default=None, gt=0)
     """Rewards are clipped to [-reward_clip, reward_clip] before anything else; null leaves them."""
-    loss: Literal["ppo", "reinforce"] = "ppo"
+    loss: Annotated[str, AfterValidator(named(*LOSSES))] = "ppo"
+    """ppo, reinforce, or `package.module:function` of your own, called as f(logprobs, old_logprobs, batch) ->
+    the loss of every token."""
     clip_low: float = Field(default=0.2, ge=0)
     clip_high: float = Field(default=0.2, ge=0)
     """PPO's ratio is clipped to [1 - clip_low, 1 + clip_high]."""
@@ -127,9 +133,9 @@ class AlgorithmConfig(Section):
     @model_validator(mode="after")
     def _uses_what_is_set(self) -> Self:
         idle = _changed(self, "clip_low", "clip_high")
-        if self.loss == "reinforce" and idle:
-            raise ValueError(f"loss reinforce clips nothing, so {', '.join(idle)} would do nothing")
-        if self.kl.placement == "reward" and self.advantage in ("grpo", "dr_grpo", "rloo"):
+        if self.loss != "ppo" and idle:
+            raise ValueError(f"loss {self.loss} does not clip by it, so {', '.join(idle)} would do nothing")
+        if self.kl.placement == "reward" and self.advantage not in ("gae", "reinforce_plus_plus"):
             raise ValueError(
                 f"kl.placement reward makes a reward for every token, and advantage {self.advantage} "
                 "compares one number of each completion; use gae, reinforce_plus_plus, or kl.placement loss"
@@ -203,6 +209,9 @@ class LearnerConfig(TrainingConfig):
     init_from: str | None = None
     """A Megatron checkpoint whose weights the policy and its reference start from, of `slipstream convert
     hf-to-megatron` or of another run, under whatever layout; model.path still gives config and tokenizer."""
+    loop: Annotated[str, AfterValidator(named())] | None = None
+    """`package.module:function` of your own in the place of the main loop, called as f(flow) on every rank
+    and written in the verbs of `learner.flow.Flow`."""
     batch_timeout_s: float = Field(default=3600.0, gt=0)
     """No batch for this long ends the run with a diagnosis."""
     algorithm: AlgorithmConfig = AlgorithmConfig()

@@ -11,6 +11,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from buffer.dotted import resolve
 from learner.config import AlgorithmConfig, Estimator
 from learner.corrections import bypass, decoupled, log_ratio, ratio, refuse_non_finite
 from learner.packing import MicroBatch
@@ -56,6 +57,7 @@ def objective(
 
     Raises:
         NonFiniteLogprob: Names whose logprob it is, and where.
+        ValueError: A loss of the user's that is not one number a token.
     """
     behavior = batch.behavior_logprobs
     proximal = logprobs.detach() if batch.proximal_logprobs is None else batch.proximal_logprobs
@@ -64,6 +66,7 @@ def objective(
     sequences = torch.unique(batch.sequence_index, return_inverse=True)[1]
     log_rho = log_ratio(proximal, behavior)
     rho = log_rho.exp()
+    nowhere = torch.zeros_like(rho, dtype=torch.bool)
     of = algorithm.correction
     if of.kind == "decoupled":
         correction, old = decoupled(rho, sequences, of.mask_low, of.mask_high, of.veto), proximal
@@ -71,8 +74,10 @@ def objective(
         correction, old = bypass(rho), behavior
     if algorithm.loss == "ppo":
         policy, clipped = ppo(logprobs, old, batch.advantages, algorithm.clip_low, algorithm.clip_high)
+    elif algorithm.loss == "reinforce":
+        policy, clipped = reinforce(logprobs, batch.advantages), nowhere
     else:
-        policy, clipped = reinforce(logprobs, batch.advantages), torch.zeros_like(rho, dtype=torch.bool)
+        policy, clipped = own(algorithm.loss, logprobs, old, batch), nowhere
     per_token = correction.weight * policy
     if algorithm.entropy:
         per_token = per_token - correction.keep * algorithm.entropy * entropy
@@ -118,6 +123,19 @@ def ppo(
 def reinforce(logprobs: Tensor, advantages: Tensor) -> Tensor:
     """-A·log π, [N]; the correction's ρ makes it the importance-weighted policy gradient."""
     return -advantages * logprobs
+
+
+def own(path: str, logprobs: Tensor, old: Tensor, batch: MicroBatch) -> Tensor:
+    """What a function of the user's makes of every token, [N]; the correction multiplies it.
+
+    Raises:
+        ValueError: It made something else.
+    """
+    made = resolve(path)(logprobs, old, batch)
+    if not isinstance(made, Tensor) or made.shape != logprobs.shape:
+        found = list(made.shape) if isinstance(made, Tensor) else type(made).__name__
+        raise ValueError(f"{path} returned {found}; expected a loss for each of {len(logprobs)} tokens")
+    return made
 
 
 def value_objective(

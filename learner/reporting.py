@@ -3,6 +3,7 @@
 import logging
 import math
 import time
+from collections.abc import Mapping
 from typing import Any
 
 from buffer.records import Batch
@@ -25,8 +26,19 @@ class Reporter:
         self.timed = Timings()
         self._started = time.perf_counter()
 
-    def write(self, step: int, shard: Batch, report: StepReport, published: PublishReport | None) -> None:
-        """Report the batch that became version `step`, and what was spent since the last report."""
+    def write(
+        self,
+        step: int,
+        shard: Batch,
+        report: StepReport,
+        published: PublishReport | None,
+        own: Mapping[str, float],
+    ) -> None:
+        """Report the batch that became version `step`, and what was spent since the last report.
+
+        Args:
+            own: More numbers, of a loop of the user's; their names go behind `own/`.
+        """
         now = time.perf_counter()
         seconds, self._started = now - self._started, now
         about = batch_row(shard, self._max_staleness)
@@ -40,6 +52,7 @@ class Reporter:
             "samples/s": about["samples"] / seconds,
             "tokens/s": about["all_tokens"] / seconds,
             **sync_row(published),
+            **{f"own/{name}": float(value) for name, value in own.items()},
         }
         if self._journal is None:
             return

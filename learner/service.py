@@ -12,19 +12,22 @@ from typing import Any
 import torch
 
 from buffer.client import BufferClient
+from buffer.dotted import is_dotted, resolve
 from learner import convert, parallel
 from learner.checkpoint import Checkpoints, Setup
 from learner.checkpoint_files import check
-from learner.config import LearnerExperiment
+from learner.config import LearnerConfig, LearnerExperiment
 from learner.critic import Critic
-from learner.feed import BufferLine, Command, Feed, NoBatch
-from learner.loop import Parts, StopFlag, finish, train
+from learner.feed import BufferLine, Feed, NoBatch
+from learner.flow import Flow
+from learner.loop import train
 from learner.metrics import Journal
 from learner.offline.config import OfflineExperiment
 from learner.optimizer import Trainable, make_trainable, prepare_schedule
 from learner.publishing import Publishing, WeightSender
 from learner.reporting import Reporter
 from learner.step import Updater
+from learner.stop import StopFlag
 from sync.errors import SyncError
 from sync.publisher import Publisher
 
@@ -57,20 +60,35 @@ def serve(experiment: LearnerExperiment, connect: Connect, open_sender: OpenSend
     torch.set_num_threads(threads(experiment.learner.threads))
     with ExitStack() as stack:
         stack.callback(parallel.shutdown)
-        parts = _assemble(experiment, stop, connect, open_sender, stack)
-        command = train(parts)
-        if command is Command.STOP:
-            logger.info("stopped after step %d: the same command goes on from there", parts.version)
+        loop = _own_functions(experiment.learner)
+        flow = _assemble(experiment, stop, connect, open_sender, stack)
+        flow.open()
+        loop(flow)
+        flow.close()
+        if flow.interrupted:
+            logger.info("stopped after step %d: the same command goes on from there", flow.version)
             return
         learner = experiment.learner
         if learner.checkpoint.export:
             target = Path(experiment.run_dir) / "model"
-            convert.save_hf(_policy(parts), experiment.model.path, target)
-            if (value := parts.updater.value_trainable) and learner.value:
+            convert.save_hf(flow.trainable.model.module, experiment.model.path, target)
+            if (value := flow.updater.value_trainable) and learner.value:
                 target = Path(experiment.run_dir) / "value_model"
                 convert.save_hf(value.model.module, learner.value.path, target)
-        finish(parts)
-        logger.info("finished after step %d", parts.version)
+        flow.finish()
+        logger.info("finished after step %d", flow.version)
+
+
+def _own_functions(learner: LearnerConfig) -> Callable[[Flow], object]:
+    """The loop; the user's functions are imported now, and not only when they are called.
+
+    Raises:
+        ValueError: One cannot be.
+    """
+    for path in (learner.algorithm.advantage, learner.algorithm.loss):
+        if is_dotted(path):
+            resolve(path)
+    return resolve(learner.loop) if learner.loop else train
 
 
 def _assemble(
@@ -79,7 +97,7 @@ def _assemble(
     connect: Connect,
     open_sender: OpenSender,
     stack: ExitStack,
-) -> Parts:
+) -> Flow:
     learner, run_dir = experiment.learner, Path(experiment.run_dir)
     if parallel.dp_size() > experiment.buffer.groups_per_batch:
         raise ValueError(
@@ -112,11 +130,7 @@ def _assemble(
     journal = Journal(run_dir, experiment.logging.tensorboard, version) if is_first else None
     reporter = Reporter(journal, experiment.buffer.max_staleness, experiment.logging.samples_every)
     stack.callback(reporter.close)
-    frontier = feed.frontier()
-    feed.committed(checkpoints.safe_step())
-    return Parts(
-        experiment, trainable, updater, feed, publishing, checkpoints, reporter, stop, version, frontier
-    )
+    return Flow(experiment, trainable, updater, feed, publishing, checkpoints, reporter, stop, version)
 
 
 def _build(experiment: LearnerExperiment) -> Any:
@@ -160,10 +174,6 @@ def _critic(experiment: LearnerExperiment, policy: Trainable) -> Critic | None:
         )
     trainable = make_trainable(model, learner.value.optimizer, learner.parallel)
     return Critic(learner.value, trainable, learner.steps)
-
-
-def _policy(parts: Parts) -> Any:
-    return parts.trainable.model.module
 
 
 def checkpoint_setup(experiment: LearnerExperiment | OfflineExperiment) -> Setup:

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from buffer.dotted import is_dotted
 from buffer.records import Batch, Group
 from learner import collectives, parallel
 from learner.advantages import Moments, Rewards, advantages, clipped, moments
@@ -126,8 +127,9 @@ class Updater:
             mine = [i for i, digest in enumerate(digests) if homes[digest] == number]
             groups = [shard.groups[i] for i in mine]
             # A group with equal rewards has nothing to teach: no pass over it changes the gradient. With
-            # tokens of different advantages it has.
-            only_moving = not (algorithm.kl.coefficient or algorithm.entropy or algorithm.per_token)
+            # tokens of different advantages it has, and a loss of the user's may.
+            own = is_dotted(algorithm.loss)
+            only_moving = not (algorithm.kl.coefficient or algorithm.entropy or algorithm.per_token or own)
             budget = learner.tokens_per_microbatch
             micro_batches = pack(groups, [values[i] for i in mine], budget, only_moving)
             scores = _scores([rewards[i] for i in mine])

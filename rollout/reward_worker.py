@@ -5,7 +5,6 @@ Reads calls from its standard input and writes results to its standard output, e
 """
 
 import ctypes
-import importlib
 import os
 import resource
 import signal
@@ -17,6 +16,8 @@ from typing import Any, BinaryIO
 
 import msgpack
 
+from buffer.dotted import resolve
+
 HEADER = struct.Struct(">I")
 PR_SET_PDEATHSIG = 1
 
@@ -27,7 +28,7 @@ def main(path: str, memory_bytes: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the server's to handle
     calls, results = _private_pipes()
     try:
-        function = load(path)
+        function = resolve(path)
     except Exception as error:  # noqa: BLE001  importing the user's module may raise anything
         _write(results, {"kind": "import", "detail": f"{type(error).__name__}: {error}"})
         return
@@ -37,19 +38,6 @@ def main(path: str, memory_bytes: int) -> None:
     _write(results, {"kind": "ready"})
     while (call := _read(calls)) is not None:
         _write(results, score(function, call["text"], call["row"]))
-
-
-def load(path: str) -> Callable[[str, dict[str, Any]], Any]:
-    """Import `package.module:function`; a module in the working directory is found too.
-
-    Raises:
-        ValueError: No such function there.
-    """
-    module, _, name = path.partition(":")
-    function = getattr(importlib.import_module(module), name or " ", None)
-    if not callable(function):
-        raise ValueError(f"no function {name!r} in {module}; expected package.module:function")
-    return function
 
 
 def score(function: Callable[[str, dict[str, Any]], Any], text: str, row: dict[str, Any]) -> dict[str, Any]:

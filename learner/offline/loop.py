@@ -4,12 +4,12 @@ from dataclasses import dataclass
 
 from learner import collectives
 from learner.checkpoint import Checkpoints
-from learner.loop import StopFlag
 from learner.offline.config import OfflineExperiment
 from learner.offline.feed import ExampleFeed
 from learner.offline.reporting import OfflineReporter
 from learner.offline.trainer import Prepared, Trainer
 from learner.optimizer import Trainable
+from learner.stop import StopFlag
 
 
 @dataclass(slots=True)

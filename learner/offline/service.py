@@ -12,7 +12,6 @@ from buffer.experiment import DataConfig
 from buffer.stream import open_stream
 from learner import convert, parallel
 from learner.checkpoint import Checkpoints
-from learner.loop import StopFlag
 from learner.metrics import Journal
 from learner.offline.config import HeldOutConfig, OfflineExperiment
 from learner.offline.encoding import Encoder
@@ -23,6 +22,7 @@ from learner.offline.stages import Stage, make_stage
 from learner.offline.trainer import Prepared, Trainer
 from learner.optimizer import make_trainable, prepare_schedule
 from learner.service import checkpoint_setup, threads
+from learner.stop import StopFlag
 
 logger = logging.getLogger(__name__)
 

@@ -26,6 +26,12 @@ SEVERAL_UPDATES = {
     },
 }
 
+OWN_FUNCTIONS = {
+    **SEVERAL_UPDATES,
+    "loop": "own_functions:loop",
+    "algorithm": {**SEVERAL_UPDATES["algorithm"], "loss": "own_functions:ppo"},
+}
+
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
@@ -96,6 +102,7 @@ def one(model, converted, killed, tmp_path_factory):
         "bfloat16": Run(root / "bfloat16", model, dtype="bfloat16"),
         "bfloat16-cut": Run(root / "bfloat16-cut", model, options={"stop_at": 3}, **bfloat16),
         "converted": started_from(root / "converted", converted, **SEVERAL_UPDATES),
+        "own": Run(root / "own", model, **OWN_FUNCTIONS),
     }
     runs["damaged"].damaged_file = damage(runs["damaged"])
     again = [Run(root / "stopped", model), Run(root / "bfloat16-cut", model, **bfloat16)]
@@ -117,6 +124,7 @@ def two(model, converted, killed, tmp_path_factory):
         "shard": Run(root / "shard", model, layout=sharded),
         "tensor": Run(root / "tensor", model, **tensor),
         "pipeline": Run(root / "pipeline", model, **pipeline),
+        "own-data": Run(root / "own-data", model, **OWN_FUNCTIONS),
         "several-data": Run(root / "several-data", model, **SEVERAL_UPDATES),
         "several-pipeline": Run(root / "several-pp", model, layout={"pipeline": 2}, **SEVERAL_UPDATES),
         "resumed": continued(killed["shard"], model, "two", layout=sharded),
@@ -236,3 +244,11 @@ def test_a_resharded_checkpoint_resumes_with_its_optimizer(one, two):
 @pytest.mark.parametrize("name", ["whole", "bfloat16"])
 def test_a_checkpoint_converts_to_the_weights_that_were_published(name, one, tmp_path):
     assert_converts_to_what_was_published(one[name], tmp_path / "hf")
+
+
+def test_a_loop_and_a_loss_of_ones_own_that_do_the_same_give_the_same(one, two):
+    assert_same(one["own"], one["several"], rel=1e-6)
+    assert_same(two["own-data"], one["several"], rel=2e-3)
+    assert [row["own/halves"] for row in one["own"].rows] == [0.5 * (i + 1) for i in range(STEPS)]
+    assert "own/halves" not in one["several"].rows[0]
+    assert one["own"].told("committed") == one["several"].told("committed")

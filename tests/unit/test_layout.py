@@ -26,6 +26,7 @@ LIGHT = [
 LOOPS = {
     "rollout/loop.py",
     "learner/loop.py",
+    "learner/flow.py",
     "learner/offline/loop.py",
     "buffer/server.py",
     "launch/local.py",
@@ -93,7 +94,9 @@ def test_every_config_is_an_experiment(path):
 @pytest.mark.parametrize("loop", sorted(LOOPS))
 def test_main_loops_fit_one_screen(loop):
     functions = functions_of(HOME / loop)
-    loops = [f for f in functions if any(isinstance(n, ast.While | ast.AsyncFor) for n in ast.walk(f))]
+    loops = [
+        f for f in functions if any(isinstance(n, ast.While | ast.For | ast.AsyncFor) for n in ast.walk(f))
+    ]
     assert loops, f"{loop} has no loop"
     for function in loops:
         assert length(function) <= LONGEST_LOOP, f"{loop}: {function.name} has {length(function)} lines"

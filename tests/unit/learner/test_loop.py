@@ -1,8 +1,9 @@
-"""The loop stays on one screen."""
+"""The loop stays on one screen, and the verbs say what they wait for."""
 
 import inspect
 
 from learner import loop
+from learner.flow import Flow
 
 
 def test_the_main_loop_fits_one_screen():
@@ -11,6 +12,6 @@ def test_the_main_loop_fits_one_screen():
 
 
 def test_its_docstring_says_what_it_waits_for():
-    for function in (loop.train, loop.finish):
+    for function in (loop.train, Flow.finish):
         for word in ("Consumes:", "Waits for:", "Unblocked by:"):
             assert word in (function.__doc__ or "")

@@ -1,0 +1,147 @@
+"""A training job in a few verbs. The main loop is written in them (`learner/loop.py`), and so is one's own.
+
+Every verb is collective: all ranks call the same ones in the same order.
+"""
+
+from collections.abc import Iterator
+
+from buffer.records import Batch
+from learner.checkpoint import Checkpoints
+from learner.config import LearnerExperiment
+from learner.feed import Command, Feed
+from learner.metrics import StepReport
+from learner.optimizer import Trainable
+from learner.publishing import Publishing
+from learner.reporting import Reporter
+from learner.step import Updater
+from learner.stop import StopFlag
+
+
+class Flow:
+    """Of one process, for as long as it trains. Made by `learner/service.py`."""
+
+    def __init__(
+        self,
+        experiment: LearnerExperiment,
+        trainable: Trainable,
+        updater: Updater,
+        feed: Feed,
+        publishing: Publishing,
+        checkpoints: Checkpoints,
+        reporter: Reporter,
+        stop: StopFlag,
+        version: int,
+    ) -> None:
+        """Args:
+        version: Where the run starts or resumes.
+        """
+        self.experiment = experiment
+        self.version = version
+        """Of the policy as it is published; batch `version` is the next one."""
+        self.trainable = trainable
+        self.updater = updater
+        self._feed = feed
+        self._publishing = publishing
+        self._checkpoints = checkpoints
+        self._reporter = reporter
+        self._stop = stop
+        self._saved = version
+        self._frontier = 0
+        self.interrupted = False
+        """Whether the batches ended because of a signal."""
+
+    @property
+    def steps(self) -> int:
+        """Policy versions to make."""
+        return self.experiment.learner.steps
+
+    def open(self) -> None:
+        """Bring the policy to the servers, unless they hold a later one: of the batches that the buffer
+        assembled before a restart, this trains again what its checkpoint lacks."""
+        self._frontier = self._feed.frontier()
+        self._feed.committed(self._checkpoints.safe_step())
+        if self.version >= self._frontier:
+            with self._reporter.timed("first_publish"):
+                self._publishing.publish(self.version)
+
+    def batches(self) -> Iterator[Batch]:
+        """This rank's shard of each next batch, until `learner.steps` versions are made, the data is used up,
+        or a signal comes.
+
+        Raises:
+            NoBatch: None came for `learner.batch_timeout_s`.
+            RuntimeError: The batch before was not published.
+        """
+        while self.version < self.steps:
+            with self._reporter.timed("wait_batch"):
+                command, shard = self._feed.next(self.version, self._wanted)
+            if command in (Command.STOP, Command.DONE):
+                self.interrupted = command is Command.STOP
+                return
+            if shard is None:
+                self._publishing.publish(self.version)
+                continue
+            yield shard
+            if self.version != shard.index + 1:
+                raise RuntimeError(f"the loop asks for another batch before it published batch {shard.index}")
+
+    def update(self, batch: Batch) -> StepReport:
+        """Train on the batch as `learner.algorithm` says: `learner.updates_per_batch` optimizer steps.
+
+        It may be called several times for a batch, or with another one made of it: with other rewards, or
+        with fewer groups, down to none on some ranks.
+
+        Raises:
+            ValueError: A reward or logprob that is not finite, or a malformed trajectory, with its place.
+        """
+        return self.updater.update(batch)
+
+    def publish(self) -> None:
+        """Make the next version of what was trained, and send it to every server; they load it in the
+        background, while this trains on."""
+        self.version += 1
+        if self.version >= self._frontier:
+            with self._reporter.timed("wait_loaded"):
+                self._publishing.settle()
+            with self._reporter.timed("publish"):
+                self._publishing.publish(self.version)
+
+    def save_due(self) -> bool:
+        """Whether `learner.checkpoint` wants one of this version."""
+        return self.version % self.experiment.learner.checkpoint.every == 0 or self.version == self.steps
+
+    def save(self) -> None:
+        """Checkpoint, and let the buffer forget what no resume can ask for any more."""
+        with self._reporter.timed("checkpoint"):
+            updater = self.updater
+            self._checkpoints.save(self.version, self.trainable, updater.position(), updater.value_trainable)
+            self._feed.committed(self._checkpoints.safe_step())
+            self._saved = self.version
+
+    def report(self, batch: Batch, report: StepReport, **numbers: float) -> None:
+        """Write the step's line of metrics, with more numbers of one's own."""
+        self._reporter.write(self.version, batch, report, self._publishing.last, numbers)
+
+    def close(self) -> None:
+        """See to it that a checkpoint holds the last version."""
+        if self._saved != self.version:
+            self.save()
+
+    def finish(self) -> None:
+        """Tell the buffer that the last version is out, and stay for servers that join during its evaluation.
+
+        Consumes: nothing.
+        Waits for: the buffer's word that the run is over.
+        Unblocked by: the last evaluation, a server that joins, a signal, or `learner.batch_timeout_s`.
+        """
+        self._publishing.settle()
+        over = self._feed.finished(self.version)
+        while self._feed.over(over, self._wanted) is Command.PUBLISH:
+            self._publishing.publish(self.version)
+        self._publishing.settle()
+
+    def _wanted(self) -> Command:
+        """What goes before waiting, on rank 0."""
+        if self._stop.is_set:
+            return Command.STOP
+        return Command.PUBLISH if self._publishing.wanted() else Command.WAIT

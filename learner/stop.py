@@ -1,0 +1,35 @@
+"""How a signal ends a training job: at the end of its step, with a checkpoint."""
+
+import logging
+import signal
+import time
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+FORCE_AFTER_S = 3.0
+"""A terminal's Ctrl-C reaches a rank twice at once, by itself and by torchrun; only a later one is meant."""
+
+
+class StopFlag:
+    """Set by the first SIGINT or SIGTERM; another one, some seconds later, ends the process at once."""
+
+    def __init__(self) -> None:
+        self._since: float | None = None
+
+    @property
+    def is_set(self) -> bool:
+        return self._since is not None
+
+    def install(self) -> None:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._set)
+
+    def _set(self, number: int, _frame: Any) -> None:
+        now = time.monotonic()
+        if self._since is None:
+            self._since = now
+            logger.info("%s: stopping after this step, with a checkpoint", signal.Signals(number).name)
+        elif now - self._since > FORCE_AFTER_S:
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)

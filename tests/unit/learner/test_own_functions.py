@@ -1,0 +1,125 @@
+"""Functions of the user's in the place of built-in ones, and the shipped examples of them."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from buffer.dotted import is_dotted, resolve
+from buffer.records import Batch, Group, Trajectory
+from configs.custom import anneal, brevity, cispo
+from learner.advantages import advantages, moments
+from learner.config import AlgorithmConfig
+from learner.losses import Denominators, objective
+from learner.packing import pack
+
+NOT_FUNCTIONS = {"number": 3}
+
+
+def too_many(rewards):
+    return np.zeros(len(rewards) + 1)
+
+
+def infinite(rewards):
+    return rewards * np.inf
+
+
+def scalar_loss(logprobs, old_logprobs, batch):
+    return -(logprobs * batch.advantages).mean()
+
+
+def group(*completions: list[int], rewards=(1.0, 0.0)) -> Group:
+    made = []
+    for index, (completion, reward) in enumerate(zip(completions, rewards, strict=True)):
+        mask = np.array([0, 0, *[1] * len(completion)], np.uint8)
+        ids = np.array([1, 2, *completion], np.int32)
+        logprobs = np.where(mask > 0, -1.5, 0.0).astype(np.float32)
+        versions = np.zeros(len(ids), np.int32)
+        made.append(Trajectory(index, ids, mask, logprobs, versions, reward, {}, "stop"))
+    return Group("g", "l", "p", "train", tuple(made))
+
+
+def objective_of(loss: str, logprobs: torch.Tensor, old: torch.Tensor):
+    (batch,) = pack([group([3, 4], [5])], [np.array([0.5, -2.0])], 64)
+    batch = replace(batch, proximal_logprobs=old)
+    algorithm = AlgorithmConfig.model_validate({"loss": loss})
+    return objective(logprobs, torch.zeros(3), batch, algorithm, Denominators(3, 2, 64), 0.0)
+
+
+def test_the_example_loss_keeps_every_tokens_gradient_and_limits_its_weight():
+    logprobs = torch.tensor([-1.0, -2.0, -0.1], requires_grad=True)
+    old = torch.tensor([-1.5, -1.9, -1.6])
+    loss, _ = objective_of("configs.custom.cispo:loss", logprobs, old)
+    loss.backward()
+    advantage, behavior = [0.5, 0.5, -2.0], -1.5
+    expected = []
+    for value, before, a in zip(logprobs.tolist(), old.tolist(), advantage, strict=True):
+        rho = np.exp(before - behavior)
+        expected.append(-rho * min(np.exp(value - before), cispo.HIGHEST) * a / 3)
+    assert logprobs.grad is not None
+    assert logprobs.grad.tolist() == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_loss_that_is_not_one_number_a_token_is_named():
+    with pytest.raises(ValueError, match=r"scalar_loss returned \[\]; expected a loss for each of 3 tokens"):
+        objective_of(f"{__name__}:scalar_loss", torch.zeros(3), torch.zeros(3))
+
+
+def test_the_example_advantage_ranks_and_leaves_ties_alone():
+    rewards = [np.array([0.0, 5.0, 5.0, 900.0]), np.array([1.0, 1.0])]
+    found = advantages("configs.custom.anneal:ranks", rewards, moments(rewards))
+    assert [values.tolist() for values in found] == [[-0.75, 0.0, 0.0, 0.75], [0.0, 0.0]]
+
+
+@pytest.mark.parametrize("name", ["too_many", "infinite"])
+def test_advantages_that_do_not_fit_their_rewards_are_named(name):
+    with pytest.raises(ValueError, match=f"{name} made .* expected as many, finite"):
+        advantages(f"{__name__}:{name}", [np.ones(2)], moments([np.ones(2)]))
+
+
+def test_the_example_loop_charges_for_length_and_changes_nothing_else():
+    batch = Batch(0, (group([3, 4, 5], [6]),), {})
+    charged = anneal.charged(batch, 0.1)
+    assert [t.reward for t in charged.groups[0].trajectories] == pytest.approx([0.7, -0.1])
+    assert [t.reward for t in batch.groups[0].trajectories] == [1.0, 0.0]
+    assert charged.groups[0].trajectories[0].token_ids is batch.groups[0].trajectories[0].token_ids
+
+
+def test_the_example_reward_wants_it_right_and_then_short():
+    row = {"answer": "7"}
+    assert brevity.reward("7", row) == {"right": 1.0, "short": 1.0}
+    assert brevity.reward("so " * 19 + "7", row) == {"right": 1.0, "short": 0.5}
+    assert brevity.reward("8", row) == {"right": 0.0, "short": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("path", "told"),
+    [
+        ("no.such.module:f", "no.such.module:f: cannot be imported.*No module named 'no'"),
+        (f"{__name__}:missing", "missing: cannot be imported.*has no attribute 'missing'"),
+        (f"{__name__}:NOT_FUNCTIONS", "NOT_FUNCTIONS: is a dict; expected a function"),
+    ],
+)
+def test_what_cannot_be_called_is_told(path, told):
+    with pytest.raises(ValueError, match=told):
+        resolve(path)
+
+
+def test_what_has_the_shape_of_a_path():
+    assert is_dotted("a.b_c:d")
+    assert not any(map(is_dotted, ["ppo", "a:b:c", "a.b:", ":b", "a b:c", "a:1", "os.system('x'):f"]))
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"loss": "pppo"}, "expected ppo, reinforce or your own package.module:function"),
+        ({"advantage": "grpoo"}, "expected grpo, dr_grpo, rloo, reinforce_plus_plus, gae or your own"),
+        ({"loss": "a.b:c", "clip_low": 0.1}, "loss a.b:c does not clip by it, so clip_low would do nothing"),
+        ({"advantage": "a:b", "kl": {"coefficient": 1, "placement": "reward"}}, "compares one number"),
+    ],
+)
+def test_configurations_that_would_do_nothing_or_are_misspelt_are_refused(changes, told):
+    with pytest.raises(ValueError, match=told):
+        AlgorithmConfig.model_validate(changes)
