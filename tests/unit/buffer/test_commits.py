@@ -17,13 +17,13 @@ def test_an_answer_comes_when_a_second_connection_can_read_what_it_says(bench):
         seen = []
         for version in range(20):
             await commits.submit(lambda s, v=version: s.published(v))
-            seen += reader.execute("SELECT value FROM facts WHERE name = 'published'").fetchone()
+            seen.append(reader.execute("SELECT value FROM facts WHERE name = 'published'").fetchone())
         running.cancel()
         await asyncio.wait([running])
         commits.close()
         return seen
 
-    assert asyncio.run(go()) == list(range(20))
+    assert asyncio.run(go()) == [(version,) for version in range(20)]
     reader.close()
 
 

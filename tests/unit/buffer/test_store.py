@@ -181,6 +181,7 @@ def test_a_batch_is_the_same_whenever_it_is_asked_for(bench, group):
         b.deliver(group(lease))
     first = b.batch(0)
     assert b.prompts_of(0) == ["0/0", "0/1"], "fifo: the oldest lease first, whenever it was delivered"
+    assert list(first.sequences) == sorted(first.sequences, reverse=True), "handed out in that order too"
     second = b.batch(1)
     b.reopen()
     assert (b.batch(0), b.batch(1)) == (first, second)
