@@ -168,11 +168,18 @@ def test_every_layout_gives_the_same_numbers(layout, one, two):
     assert_same(two[layout], one["whole"], rel=1e-3)
 
 
-def test_tensor_and_pipeline_together_give_the_same_numbers(one, model, tmp_path):
-    run = Run(tmp_path, model, layout={"tensor": 2, "pipeline": 2})
-    learn(4, [run])
-    assert_same(run, one["whole"], rel=1e-3)
-    assert_converts_to_what_was_published(run, tmp_path / "hf")
+def test_two_kinds_of_parallelism_together_give_the_same_numbers(one, model, tmp_path):
+    sharded = {"distributed_optimizer": True}
+    layouts = {
+        "tensor-pipeline": {"tensor": 2, "pipeline": 2},
+        "tensor-data": {"tensor": 2, **sharded},
+        "pipeline-data": {"pipeline": 2, **sharded},
+    }
+    runs = [Run(tmp_path / name, model, layout=layout) for name, layout in layouts.items()]
+    learn(4, runs)
+    for run in runs:
+        assert_same(run, one["whole"], rel=1e-3)
+        assert_converts_to_what_was_published(run, run.folder / "hf")
 
 
 def assert_converts_to_what_was_published(run: Run, target: Path) -> None:
