@@ -52,6 +52,7 @@ def trl_step_seconds(steps: int, out: str) -> list[float]:
 def slipstream_step_seconds(steps: int, run_dir: str) -> list[float]:
     command = [Path(sys.executable).parent / "slipstream", "run", "configs/demo.yaml"]
     command += [f"run_dir={run_dir}", f"learner.steps={steps}", "eval=null", *SAME_BATCH]
+    command += [f"model.dtype={native_dtype()}"]
     subprocess.run(command, check=True, stdout=sys.stderr)
     rows = [json.loads(line) for line in Path(run_dir, "metrics.jsonl").read_text().splitlines()]
     # The last step's checkpoint is none of its work: TRL is told to write none.
