@@ -13,7 +13,7 @@ from launch.experiment import WholeExperiment, read
 from learner import budget, families
 from learner.budget import Machine, MicroBatch
 from learner.families import Family
-from rollout.config import EngineConfig
+from rollout.config import EngineConfig, runs_on_cpu
 
 GIB = 1 << 30
 WEIGHT_BYTES = {"bfloat16": 2, "float32": 4}
@@ -265,8 +265,8 @@ def _server(experiment: WholeExperiment, family: Family, target: Target) -> Rank
     impossible = None
     if family.heads % engine.tensor_parallel:
         impossible = f"{family.heads} attention heads do not divide by {engine.tensor_parallel}"
-    elif engine.pipeline_parallel > 1 and not target.gpu:
-        impossible = "vLLM's CPU build cannot serve with pipeline_parallel above 1"
+    elif not target.gpu and not runs_on_cpu(engine):
+        impossible = "vLLM's CPU build cannot serve with pipeline_parallel above 1 and enforce_eager"
     elif at_once == 0:
         impossible = f"no room for the KV cache of one sequence of {length} tokens"
     return RankKind(

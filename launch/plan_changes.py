@@ -6,6 +6,7 @@ from typing import Any
 
 from launch.experiment import WholeExperiment
 from launch.plan import Plan, of
+from rollout.config import runs_on_cpu
 
 MOST_TENSOR = 8
 """Tensor-parallel ranks talk in every layer: more than one host's are not proposed."""
@@ -110,7 +111,7 @@ def _server_tries(plan: Plan) -> Iterator[Settings]:
             yield {f"rollout.engine.{k}": v for k, v in wanted.items() if v != getattr(engine, k)}
     if not plan.target.gpu:
         whole: Settings = {}
-        if engine.pipeline_parallel > 1:
+        if not runs_on_cpu(engine):
             yield (whole := {"rollout.engine.pipeline_parallel": 1})
         starved = not whole and any(kind.impossible for kind in _kinds(plan, "rollout server"))
         for power in range(1, 8):

@@ -27,7 +27,7 @@ class SamplingConfig(Section):
 class EngineConfig(Section):
     tensor_parallel: int = Field(default=1, ge=1)
     pipeline_parallel: int = Field(default=1, ge=1)
-    """On GPUs only."""
+    """On CPU with `enforce_eager` false only."""
     kv_cache_gib: float = Field(default=1.0, gt=0)
     """Of key-value cache on CPU; on GPU `gpu_memory_utilization` rules."""
     gpu_memory_utilization: float = Field(default=0.85, gt=0, le=1)
@@ -48,14 +48,19 @@ def engine_faults(key: str, engine: EngineConfig) -> list[str]:
         key: Of its section, for the lines.
         engine: Its layout.
     """
-    if engine.pipeline_parallel == 1 or has_gpu():
+    if runs_on_cpu(engine) or has_gpu():
         return []
-    # vLLM's CPU runner makes the tensors that one stage receives of the one before while it compiles only.
     return [
         f"{key}.pipeline_parallel={engine.pipeline_parallel}: this machine has no GPU, and vLLM's CPU build "
-        f"dies at its first request with more than one stage; set {key}.pipeline_parallel=1, and "
-        f"{key}.tensor_parallel for more ranks"
+        f"dies at its first request with more than one stage and enforce_eager; set {key}.tensor_parallel in "
+        f"its place, or {key}.enforce_eager=false"
     ]
+
+
+def runs_on_cpu(engine: EngineConfig) -> bool:
+    """Whether vLLM's CPU build can serve in this layout: what one pipeline stage receives of the one before
+    has a place in memory only once the model was compiled."""
+    return engine.pipeline_parallel == 1 or not engine.enforce_eager
 
 
 RewardName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,31}$")]

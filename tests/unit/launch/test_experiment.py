@@ -77,7 +77,8 @@ def test_pipeline_stages_of_an_engine_need_a_gpu_where_it_starts(
         read(config_file, overrides)
     (line,) = str(error.value).splitlines()
     assert line.startswith(f"{config_file}: {key}.pipeline_parallel=2: this machine has no GPU")
-    assert f"set {key}.pipeline_parallel=1" in line
+    assert line.endswith(f"set {key}.tensor_parallel in its place, or {key}.enforce_eager=false")
+    read(config_file, [*overrides, f"{key}.enforce_eager=false"])
     read(config_file, overrides, {"rollout", "scorer", "buffer", "learner"} - {service})
     monkeypatch.setattr("rollout.config.has_gpu", lambda: True)
     read(config_file, overrides)

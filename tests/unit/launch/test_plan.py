@@ -147,14 +147,16 @@ def test_a_machine_of_cpus_holds_all_ranks_together():
     assert changes(starved)[0].startswith("rollout server: set rollout.engine.kv_cache_gib=2.0;")
 
 
-def test_a_server_on_cpus_has_no_pipeline_stages():
+def test_a_server_on_cpus_has_no_pipeline_stages_unless_it_compiles():
     overrides = ("model.dtype=float32", "rollout.engine.kv_cache_gib=4", "rollout.engine.pipeline_parallel=2")
     made = planned("policy-7b", *overrides, gpu=False, device_gib=1000)
     assert made.reasons() == [
-        "rollout server rank: vLLM's CPU build cannot serve with pipeline_parallel above 1"
+        "rollout server rank: vLLM's CPU build cannot serve with pipeline_parallel above 1 and enforce_eager"
     ]
     assert changes(made)[0].startswith("rollout server: set rollout.engine.pipeline_parallel=1;")
     assert planned("policy-7b", *overrides, devices=99).reasons() == []
+    compiled = "rollout.engine.enforce_eager=false"
+    assert planned("policy-7b", *overrides, compiled, gpu=False, device_gib=1000).reasons() == []
 
 
 def test_a_server_keeps_whole_key_value_heads():
