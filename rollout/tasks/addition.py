@@ -5,6 +5,10 @@ from typing import Any, Literal
 
 NUM_HELD_OUT = 16
 
+EQUATION = "{a} + {b} = {sum}"
+PHRASINGS = ("{sum}", "The answer is {sum}.", EQUATION)
+"""Ways to give a sum; its number is the last one in each."""
+
 
 def train(seed: int = 1) -> list[dict[str, Any]]:
     """65 of the 81 ordered pairs of digits 1 to 9, as rows with `prompt`, `answer` and `metadata`."""
@@ -31,6 +35,37 @@ def compared(part: Literal["train", "heldout"] = "train", seed: int = 1) -> list
         answers = [str(int(row["answer"]) + e) for e in errors]
         rows.append({"prompt": row["prompt"], "response": answers, "score": [-abs(e) / 10 for e in errors]})
     return rows
+
+
+def phrased(part: Literal["train", "heldout"] = "train", seed: int = 1) -> list[dict[str, Any]]:
+    """The sums of a part, each answered rightly in every phrasing, for SFT: none of them is preferred."""
+    return [
+        {"prompt": row["prompt"], "response": _say(phrasing, row)}
+        for row in PARTS[part](seed)
+        for phrasing in PHRASINGS
+    ]
+
+
+def liked(part: Literal["train", "heldout"] = "train", seed: int = 1) -> list[dict[str, Any]]:
+    """The sums of a part, each answered rightly and wrongly in every phrasing, for a reward model: a right
+    sum is better than a wrong one, and then the whole equation better than the other phrasings."""
+    chance = random.Random(seed)
+    rows: list[dict[str, Any]] = []
+    for row in PARTS[part](seed):
+        errors = (0, chance.choice([-3, -2, -1, 1, 2, 3]))
+        answers = [(error, phrasing) for error in errors for phrasing in PHRASINGS]
+        rows.append(
+            {
+                "prompt": row["prompt"],
+                "response": [_say(phrasing, row, error) for error, phrasing in answers],
+                "score": [2.0 * (error == 0) + (phrasing == EQUATION) for error, phrasing in answers],
+            }
+        )
+    return rows
+
+
+def _say(phrasing: str, row: dict[str, Any], error: int = 0) -> str:
+    return phrasing.format(**row["metadata"], sum=int(row["answer"]) + error)
 
 
 def _shuffled_pairs(seed: int) -> list[tuple[int, int]]:

@@ -6,8 +6,11 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from buffer.experiment import ConfigError
+from buffer.experiment import ConfigError, load
 from launch import pipeline
+from launch.experiment import WholeExperiment, reward_models
+from learner.offline.config import OfflineExperiment
+from rollout.config import PredictionExperiment
 
 PIPELINE = """
 name: chat
@@ -84,7 +87,13 @@ def test_a_killed_stage_is_told_by_its_signal(tmp_path):
     assert pipeline.run([stage], "again", Console()) == 128 + 9
 
 
-def test_the_example_is_whole():
-    stages = pipeline.read(Path(__file__).parents[3] / "configs/pipeline.yaml", [])
-    assert [stage.config.name for stage in stages] == ["sft", "rl", "scores"]
-    assert 'model.path="runs/pipeline/rl/model"' in stages[2].overrides
+@pytest.mark.parametrize("name", ["pipeline", "tutorial"])
+def test_the_examples_hand_each_stage_what_it_starts_from(name):
+    path = Path(__file__).parents[3] / f"configs/{name}.yaml"
+    sft, reward, rl, scores = pipeline.read(path, [])
+    assert [s.config.command for s in (sft, reward, rl, scores)] == ["sft", "reward", "run", "evaluate"]
+    assert load(reward.file, reward.overrides, OfflineExperiment).model.path == str(sft.model)
+    experiment = load(rl.file, rl.overrides, WholeExperiment)
+    assert experiment.model.path == str(sft.model)
+    assert {n: r.model for n, r in reward_models(experiment).items()} == {"helpful": str(reward.model)}
+    assert load(scores.file, scores.overrides, PredictionExperiment).model.path == str(rl.model)

@@ -35,3 +35,17 @@ def test_answers_and_comparisons_are_of_the_same_parts():
             assert exact_number(answered["response"], row) == 1
             right = [exact_number(response, row) for response in compared["response"]]
             assert right == [float(score == 0) for score in compared["score"]]
+
+
+def test_phrasings_are_all_right_and_the_liked_order_is_right_first_then_the_equation():
+    for part, rows in (("train", addition.train()), ("heldout", addition.heldout())):
+        phrased = iter(addition.phrased(part))
+        for row, liked in zip(rows, addition.liked(part), strict=True):
+            said = [next(phrased) for _ in addition.PHRASINGS]
+            assert {s["prompt"] for s in said} == {row["prompt"], liked["prompt"]} == {row["prompt"]}
+            assert len({s["response"] for s in said}) == 3
+            assert all(exact_number(s["response"], row) == 1 for s in said)
+            expected = [2 * exact_number(text, row) + ("=" in text) for text in liked["response"]]
+            assert liked["score"] == expected
+            assert sorted(expected) == [0, 0, 1, 2, 2, 3]
+        assert next(phrased, None) is None

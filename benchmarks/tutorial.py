@@ -1,0 +1,80 @@
+"""The tutorial's figures: run its pipeline and take them from the run folders.
+
+    python benchmarks/tutorial.py   again, it goes on where it was stopped; the time is of the last call
+
+Writes `benchmarks/results/tutorial.json`; docs/tutorial.md quotes it.
+"""
+
+import json
+import math
+import statistics
+import subprocess
+import sys
+import time
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+from record import write_result
+
+HOME = Path(__file__).parents[1]
+RUN_DIR = HOME / "runs" / "tutorial"
+
+
+def main() -> None:
+    resumed = (RUN_DIR / "sft" / "metrics.jsonl").exists()
+    started = time.monotonic()
+    pipeline = [sys.executable, "-m", "launch.cli", "pipeline", "configs/tutorial.yaml"]
+    subprocess.run(pipeline, cwd=HOME, check=True)
+    seconds = round(time.monotonic() - started)
+    figures = {"sft": stage("sft", "eval/loss"), "reward": stage("reward", "eval/accuracy"), "rl": rl()}
+    scores = json.loads((RUN_DIR / "scores" / "evaluation" / "results.json").read_text())
+    write_result("tutorial", {"seconds": seconds, "resumed": resumed, **figures, "scores": scores})
+
+
+def stage(name: str, metric: str) -> dict[str, Any]:
+    """A held-out figure of an offline stage, before its first step and after its last."""
+    summary = json.loads((RUN_DIR / name / "report" / "summary.json").read_text())
+    before, after = summary["values"][metric]
+    facts = {key: summary[key] for key in ("steps", "examples", "training_seconds")}
+    return {"held_out": metric, "before": before, "after": after, **facts}
+
+
+def rl() -> dict[str, Any]:
+    """The held-out completions of the first and of the last version: each reward, and how they answer."""
+    summary = json.loads((RUN_DIR / "rl" / "report" / "summary.json").read_text())
+    versions: dict[int, list[dict[str, Any]]] = defaultdict(list)
+    with (RUN_DIR / "rl" / "eval.jsonl").open() as file:
+        for row in map(json.loads, file):
+            if row["kind"] == "completion":
+                versions[row["version"]].append(row)
+    first, last = min(versions), max(versions)
+    return {
+        "steps": summary["steps"],
+        "training_seconds": summary["training_seconds"],
+        "staleness_mean": summary["staleness_mean"],
+        "before": {"version": first, **measured(versions[first])},
+        "after": {"version": last, **measured(versions[last])},
+    }
+
+
+def measured(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Means over prompts of the means of their completions, and standard errors over prompts."""
+    figures: dict[str, Any] = {"completions": len(rows)}
+    values = {
+        "reward_model": [row["reward_parts"]["helpful"] for row in rows],
+        "right": [row["reward_parts"]["answer"] for row in rows],
+        "equation": [float("=" in row["completion"]) for row in rows],
+    }
+    for name, found in values.items():
+        by_prompt: dict[str, list[float]] = defaultdict(list)
+        for row, value in zip(rows, found, strict=True):
+            by_prompt[row["prompt"]].append(value)
+        means = [statistics.mean(v) for v in by_prompt.values()]
+        figures[name] = statistics.mean(means)
+        figures[f"{name}_stderr"] = statistics.stdev(means) / math.sqrt(len(means))
+    return figures
+
+
+if __name__ == "__main__":
+    main()
