@@ -16,6 +16,8 @@ from rollout.config import ModelReward, PredictionExperiment
 from rollout.groups import SamplingPlan
 from rollout.pass_rate import part_means, rates
 from rollout.prediction import Line, Output, Predictor, Row, predict
+from rollout.scorer.folder import model_reward
+from rollout.scorer.local import LocalScorer, open_model
 from rollout.tokenizers import load_tokenizer
 from rollout.total_reward import open_rewards
 
@@ -44,17 +46,14 @@ def evaluate(experiment: PredictionExperiment, folder: Path, told: Told) -> dict
         What `results.json` holds: score, standard error, pass@k, parts of the reward, counts.
 
     Raises:
-        ValueError: There is no `eval` section, or as `generate`.
+        ValueError: There is no `eval` section, a reward model's folder cannot be one, or as `generate`.
     """
     config = experiment.eval
     if config is None:
         raise ValueError("evaluate: the experiment has no `eval` section; expected eval.source at least")
     for name, reward in experiment.rollout.rewards.items():
         if isinstance(reward, ModelReward) and reward.weight != 0:
-            raise ValueError(
-                f"evaluate: rollout.rewards.{name} is a reward model, whose scorer serves a run only; "
-                f"set rollout.rewards.{name}.weight=0"
-            )
+            model_reward(experiment.rollout, experiment.model, name)
     if experiment.rollout.episode:
         raise ValueError("evaluate asks once; expected no rollout.episode, set rollout.episode=null")
     rows = load_rows(config.source, experiment.seed)
@@ -108,7 +107,13 @@ async def _predict(
     async with AsyncExitStack() as stack:
         rewards = None
         if scored:
-            rewards = await open_rewards(rollout.rewards, experiment.name, "evaluate", tokenizer, stack)
+
+            async def reach(name: str, reward: ModelReward) -> LocalScorer:
+                return LocalScorer(*await open_model(name, reward, model, system_prompt, stack))
+
+            configured = rollout.rewards
+            rewards = await open_rewards(configured, experiment.name, "evaluate", tokenizer, stack, reach)
+            await rewards.ready()
         engine = VLLMEngine(model, rollout.engine, rollout.sampling.stop, experiment.seed)
         stack.push_async_callback(engine.close)
         await engine.start()

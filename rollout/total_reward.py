@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Coroutine, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
@@ -15,7 +15,7 @@ from rollout.engine import Completion, CompletionFailed, gravest
 from rollout.reward_pool import RewardPool
 from rollout.scorer.client import ScorerClient
 from rollout.scorer.rendering import fingerprint
-from rollout.scorer.wire import Ids, ScoringFailed, Words
+from rollout.scorer.wire import Ids, ScoringFailed, Welcome, Words
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +48,16 @@ class Source(Protocol):
 
     async def ready(self) -> None: ...
     async def values(self, answer: Answer) -> tuple[float, dict[str, float]]: ...
+
+
+class Scorer(Protocol):
+    """A reward model, wherever it is: behind a socket (`ScorerClient`) or in this process (`LocalScorer`)."""
+
+    async def hello(self, timeout_s: float) -> Welcome: ...
+    async def score(self, work: Ids | Words) -> float: ...
+
+
+Reach = Callable[[str, ModelReward], Awaitable[Scorer]]
 
 
 class TotalReward:
@@ -111,20 +121,20 @@ class ModelSource:
 
     Args:
         name: The reward's.
-        client: Reaches the scorer.
+        scorer: Asked for the scores.
         config: Its section.
         tokenizer: Fingerprint of the policy's tokenizer.
     """
 
-    def __init__(self, name: str, client: ScorerClient, config: ModelReward, tokenizer: str) -> None:
+    def __init__(self, name: str, scorer: Scorer, config: ModelReward, tokenizer: str) -> None:
         self._name = name
-        self._client = client
+        self._scorer = scorer
         self._clip = config.clip
         self._tokenizer = tokenizer
         self._takes_ids: bool | None = None
 
     async def ready(self) -> None:
-        welcome = await self._client.hello(SCORER_WAIT_S)
+        welcome = await self._scorer.hello(SCORER_WAIT_S)
         self._takes_ids = welcome.tokenizer == self._tokenizer
         how = (
             "the token ids as sampled: its tokenizer is the policy's"
@@ -136,7 +146,7 @@ class ModelSource:
     async def values(self, answer: Answer) -> tuple[float, dict[str, float]]:
         assert self._takes_ids is not None, "scoring before the scorer is known"
         try:
-            score = await self._client.score(self._work(answer))
+            score = await self._scorer.score(self._work(answer))
         except Unreachable as error:
             raise CompletionFailed("scorer_timeout", str(error)) from None
         except (ScoringFailed, BadMessage) as refusal:
@@ -157,8 +167,9 @@ async def open_rewards(
     server: str,
     tokenizer: Any,
     stack: AsyncExitStack,
+    reach: Reach | None = None,
 ) -> TotalReward:
-    """Start the functions' processes and the connections to the scorers.
+    """Start the functions' processes, then the connections to the scorers.
 
     Args:
         rewards: By name; those of weight 0 are left out.
@@ -166,10 +177,16 @@ async def open_rewards(
         server: This server's name.
         tokenizer: The policy's.
         stack: Ends what was started.
+        reach: Gives a reward model by its name; None connects to its scorer.
 
     Raises:
         ValueError: A reward function cannot be imported.
     """
+
+    async def connect(name: str, reward: ModelReward) -> Scorer:
+        client = ScorerClient(name, reward.address, run_id, server, reward.timeout_s)
+        return await stack.enter_async_context(client)
+
     weighted: dict[str, tuple[float, Source]] = {}
     for name, reward in rewards.items():
         if reward.weight == 0:
@@ -180,7 +197,6 @@ async def open_rewards(
             await pool.start()
             weighted[name] = reward.weight, FunctionSource(pool)
         else:
-            client = ScorerClient(name, reward.address, run_id, server, reward.timeout_s)
-            await stack.enter_async_context(client)
-            weighted[name] = reward.weight, ModelSource(name, client, reward, fingerprint(tokenizer))
+            scorer = await (reach or connect)(name, reward)
+            weighted[name] = reward.weight, ModelSource(name, scorer, reward, fingerprint(tokenizer))
     return TotalReward(weighted)

@@ -17,11 +17,9 @@ from rollout.config import RolloutExperiment
 from rollout.endings import first_of, signalled, unending
 from rollout.engine import EngineFailed
 from rollout.scorer.engine import PoolingEngine
-from rollout.scorer.folder import longest, model_reward
-from rollout.scorer.rendering import WordsRenderer, fingerprint
+from rollout.scorer.folder import model_reward
+from rollout.scorer.local import open_model
 from rollout.scorer.server import ScorerServer
-from rollout.scorer.wire import Welcome
-from rollout.tokenizers import load_tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -49,14 +47,10 @@ def run(experiment: RolloutExperiment, name: str) -> None:
 
 async def _serve(experiment: RolloutExperiment, name: str) -> None:
     reward = model_reward(experiment.rollout, experiment.model, name)
-    max_length = longest(experiment.model, reward)
-    tokenizer = load_tokenizer(f"rollout.rewards.{name}.model", reward.model)
-    renderer = WordsRenderer(tokenizer, max_length, experiment.data.system_prompt)
-    welcome = Welcome(reward.model, fingerprint(tokenizer), max_length)
     async with AsyncExitStack() as stack:
-        engine = PoolingEngine(reward, max_length)
-        stack.push_async_callback(engine.close)
-        await engine.start()
+        engine, renderer, welcome = await open_model(
+            name, reward, experiment.model, experiment.data.system_prompt, stack
+        )
         # It listens once it can answer: until then, whoever asks waits and says for whom.
         server = ScorerServer(engine, renderer, welcome, experiment.name, name, reward.address)
         stack.callback(server.close)

@@ -9,11 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 SLIPSTREAM = str(Path(sys.executable).parent / "slipstream")
+ENGINE = {"kv_cache_gib": 0.25, "max_num_seqs": 64}
 
 
 def lines_of(path: Path) -> list[dict]:
@@ -63,18 +64,38 @@ def test_generation_goes_on_where_it_was_interrupted_and_is_the_models_own(make_
     assert len(other.stderr.splitlines()) == 1
 
 
-def test_evaluation_keeps_samples_and_tells_score_and_pass_rate(make_experiment):
-    folder = make_experiment("evaluate", eval={"samples": 4, "target": 0.9})
+def test_evaluation_keeps_samples_and_tells_score_and_pass_rate(make_experiment, made_reward_model):
+    helpful = {"model": str(made_reward_model), "dtype": "float32", "weight": -0.1, "engine": ENGINE}
+    rollout = {
+        "sampling": {"max_tokens": 12},
+        "engine": ENGINE,
+        "rewards": {"even": {"function": "my_reward:share_of_even_words"}, "helpful": helpful},
+    }
+    folder = make_experiment("evaluate", rollout=rollout, eval={"samples": 4, "target": 9})
     run = subprocess.run(
         [SLIPSTREAM, "evaluate", "experiment.yaml"], cwd=folder, capture_output=True, text=True, timeout=200
     )
     assert run.returncode == 0, run.stderr
-    assert "target 0.9 NOT reached" in run.stdout
+    assert "target 9 NOT reached" in run.stdout
     results = json.loads((folder / "run/evaluation/results.json").read_text())
     samples = lines_of(folder / "run/evaluation/samples.jsonl")
     rewards = [c["reward"] for line in samples for c in line["completions"]]
     assert results["prompts"] == len(samples) == 40
     assert results["completions"] == len(rewards) == 160
     assert results["score"] == pytest.approx(sum(rewards) / len(rewards))
-    assert 0.3 < results["score"] < 0.7, "an untrained model's words are even half of the time"
+    assert 0.3 < results["parts"]["even"] < 0.7, "an untrained model's words are even half of the time"
     assert results["pass@1"] <= results["pass@4"]
+    judge = AutoModelForSequenceClassification.from_pretrained(made_reward_model, dtype=torch.float32)
+    compared = 0
+    for line in samples:
+        for completion in line["completions"]:
+            parts = completion["reward_parts"]
+            assert completion["reward"] == pytest.approx(parts["even"] - 0.1 * parts["helpful"])
+            ids = [int(word[1:]) for word in f"{line['row']['prompt']} {completion['text']}".split()]
+            ids += [2] * (completion["finish_reason"] == "stop")
+            if len(ids) == line["prompt_tokens"] + completion["tokens"]:  # no special token within
+                with torch.no_grad():
+                    expected = float(judge(torch.tensor([ids])).logits)
+                assert parts["helpful"] == pytest.approx(expected, abs=1e-4)
+                compared += 1
+    assert compared > 80
