@@ -22,8 +22,8 @@ REFRESH_S = 0.5
 TOLD = ("loss", "accuracy", "margin", "eval/loss", "eval/accuracy", "eval/margin")
 
 
-def read_stage(path: str | Path, overrides: list[str], kind: str) -> OfflineExperiment:
-    """Read and check everything that can be checked without loading the model.
+def load_stage(path: str | Path, overrides: list[str], kind: str) -> OfflineExperiment:
+    """Read a stage's file; the files that it names need not exist yet.
 
     Raises:
         ConfigError: One line per mistake.
@@ -32,6 +32,16 @@ def read_stage(path: str | Path, overrides: list[str], kind: str) -> OfflineExpe
     found = experiment.stage.kind
     if found != kind:
         raise ConfigError(f"{path}: stage.kind is {found}; run it with `slipstream {found}`")
+    return experiment
+
+
+def read_stage(path: str | Path, overrides: list[str], kind: str) -> OfflineExperiment:
+    """Read and check everything that can be checked without loading the model.
+
+    Raises:
+        ConfigError: One line per mistake.
+    """
+    experiment = load_stage(path, overrides, kind)
     reasons = missing_rows(experiment) + model_folder(experiment.model)
     if reasons:
         raise ConfigError("\n".join(f"{path}: {reason}" for reason in reasons))

@@ -53,7 +53,8 @@ class Stage:
         self.run_dir = Path(pipeline.run_dir) / self.config.name
         self.model = self.run_dir / "model"
         self.file = folder / self.config.config
-        earlier = {s.name: Path(pipeline.run_dir) / s.name / "model" for s in pipeline.stages[:number]}
+        writing = [s for s in pipeline.stages[:number] if s.command != "evaluate"]
+        earlier = {s.name: Path(pipeline.run_dir) / s.name / "model" for s in writing}
         settings = {"name": f"{pipeline.name}-{self.config.name}", "run_dir": str(self.run_dir)}
         settings |= {
             key: _filled(value, earlier, self.config.name) for key, value in self.config.overrides.items()
@@ -70,12 +71,17 @@ class Stage:
         Raises:
             ConfigError: One line per mistake.
         """
-        from launch.experiment import WholeExperiment
-        from learner.offline.config import OfflineExperiment
+        from launch import experiment
+        from launch.offline import load_stage
         from rollout.config import PredictionExperiment
 
-        schemas = {"run": WholeExperiment, "evaluate": PredictionExperiment}
-        load(self.file, self.overrides, schemas.get(self.config.command, OfflineExperiment))
+        match self.config.command:
+            case "run":
+                experiment.read(self.file, self.overrides, services=[])
+            case "evaluate":
+                load(self.file, self.overrides, PredictionExperiment)
+            case kind:
+                load_stage(self.file, self.overrides, kind)
 
 
 def read(path: Path, overrides: list[str]) -> list[Stage]:

@@ -42,8 +42,22 @@ def test_a_stage_starts_from_the_model_that_an_earlier_one_writes(pipeline_file,
 
 def test_every_stage_is_checked_before_the_first_one_starts(pipeline_file):
     text = pipeline_file.read_text()
-    pipeline_file.write_text(text.replace("learner.steps: 7", "learner.stepz: 7"))
+    long = "rollout.sampling.max_tokens: 128"
+    pipeline_file.write_text(text.replace("learner.steps: 7", f"learner.stepz: 7, {long}"))
     with pytest.raises(ConfigError, match=r"stage second: .*learner\.stepz: unknown key; did you mean steps"):
+        pipeline.read(pipeline_file, [])
+    pipeline_file.write_text(text.replace("learner.steps: 7", long))
+    with pytest.raises(ConfigError, match=r"stage second: .*max_tokens=128 leaves no room for a prompt"):
+        pipeline.read(pipeline_file, [])
+
+
+def test_a_stage_whose_file_is_of_another_kind_is_told(pipeline_file):
+    sft = Path(__file__).parents[3] / "configs/sft.yaml"
+    text = pipeline_file.read_text().replace(
+        "command: run, config: experiment.yaml", f"command: dpo, config: {sft}"
+    )
+    pipeline_file.write_text(text)
+    with pytest.raises(ConfigError, match=r"stage first: .*stage\.kind is sft; run it with `slipstream sft`"):
         pipeline.read(pipeline_file, [])
 
 
