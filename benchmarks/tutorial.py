@@ -1,8 +1,9 @@
 """The tutorial's figures: run its pipeline and take them from the run folders.
 
-    python benchmarks/tutorial.py   again, it goes on where it was stopped; the time is of the last call
+    python benchmarks/tutorial.py [RUN_DIR]      again, it goes on where it was stopped
 
-Writes `benchmarks/results/tutorial.json`; docs/tutorial.md quotes it.
+Writes `benchmarks/results/tutorial.json`, which docs/tutorial.md quotes. `seconds` is the whole command's
+time, start of services included, and null where it was interrupted.
 """
 
 import json
@@ -18,33 +19,38 @@ from typing import Any
 from record import write_result
 
 HOME = Path(__file__).parents[1]
-RUN_DIR = HOME / "runs" / "tutorial"
 
 
 def main() -> None:
-    resumed = (RUN_DIR / "sft" / "metrics.jsonl").exists()
+    run_dir = Path(sys.argv[1] if len(sys.argv) > 1 else "runs/tutorial")
+    resumed = (HOME / run_dir).exists()
     started = time.monotonic()
-    pipeline = [sys.executable, "-m", "launch.cli", "pipeline", "configs/tutorial.yaml"]
+    pipeline = [sys.executable, "-m", "launch.cli", "pipeline", "configs/tutorial.yaml", f"run_dir={run_dir}"]
     subprocess.run(pipeline, cwd=HOME, check=True)
-    seconds = round(time.monotonic() - started)
-    figures = {"sft": stage("sft", "eval/loss"), "reward": stage("reward", "eval/accuracy"), "rl": rl()}
-    scores = json.loads((RUN_DIR / "scores" / "evaluation" / "results.json").read_text())
-    write_result("tutorial", {"seconds": seconds, "resumed": resumed, **figures, "scores": scores})
+    seconds = None if resumed else round(time.monotonic() - started)
+    folder = HOME / run_dir
+    figures = {
+        "sft": stage(folder / "sft", "eval/loss"),
+        "reward": stage(folder / "reward", "eval/accuracy"),
+        "rl": rl(folder / "rl"),
+        "scores": json.loads((folder / "scores" / "evaluation" / "results.json").read_text()),
+    }
+    write_result("tutorial", {"seconds": seconds, **figures})
 
 
-def stage(name: str, metric: str) -> dict[str, Any]:
+def stage(run_dir: Path, metric: str) -> dict[str, Any]:
     """A held-out figure of an offline stage, before its first step and after its last."""
-    summary = json.loads((RUN_DIR / name / "report" / "summary.json").read_text())
+    summary = json.loads((run_dir / "report" / "summary.json").read_text())
     before, after = summary["values"][metric]
     facts = {key: summary[key] for key in ("steps", "examples", "training_seconds")}
     return {"held_out": metric, "before": before, "after": after, **facts}
 
 
-def rl() -> dict[str, Any]:
+def rl(run_dir: Path) -> dict[str, Any]:
     """The held-out completions of the first and of the last version: each reward, and how they answer."""
-    summary = json.loads((RUN_DIR / "rl" / "report" / "summary.json").read_text())
+    summary = json.loads((run_dir / "report" / "summary.json").read_text())
     versions: dict[int, list[dict[str, Any]]] = defaultdict(list)
-    with (RUN_DIR / "rl" / "eval.jsonl").open() as file:
+    with (run_dir / "eval.jsonl").open() as file:
         for row in map(json.loads, file):
             if row["kind"] == "completion":
                 versions[row["version"]].append(row)

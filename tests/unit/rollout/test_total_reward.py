@@ -7,8 +7,10 @@ import numpy as np
 import pytest
 
 from buffer.errors import BadMessage, Unreachable, WrongRun
+from buffer.rendering import PromptRefused
 from rollout.config import FunctionReward, ModelReward
 from rollout.engine import CompletionFailed, Request
+from rollout.scorer.local import LocalScorer
 from rollout.scorer.wire import Ids, ScoringFailed, Welcome, Words
 from rollout.scripted import plain_completion
 from rollout.total_reward import Answer, ModelSource, TotalReward, open_rewards
@@ -120,6 +122,31 @@ def test_a_scorer_with_another_tokenizer_gets_the_text_and_whether_it_was_ended(
     )
     asked(client, Answer(ANSWER.row, ANSWER.prompt_ids, completion))
     assert client.work == [Words("how?", "12", ended)]
+
+
+class SumOfIds:
+    async def score(self, token_ids):
+        return float(token_ids.sum())
+
+
+class Letters:
+    def render(self, words):
+        if len(words.completion) > 3:
+            raise PromptRefused("too_long", "more than 3")
+        return [ord(letter) for letter in words.completion] + [2] * words.ended
+
+
+@pytest.mark.parametrize(("tokenizer", "score"), [("ours", 1 + 2 + 10 + 11 + 12), ("theirs", 49 + 50 + 2)])
+def test_a_model_in_this_process_is_asked_as_a_scorer_is(tokenizer, score):
+    assert asked(LocalScorer(SumOfIds(), Letters(), Welcome("/m", tokenizer, 64))) == (score, {})
+
+
+def test_a_text_that_a_model_in_this_process_cannot_take_fails_the_completion():
+    long = plain_completion(Request("r", [1, 2], 8, 1.0, 0), text="1234")
+    answer = Answer(ANSWER.row, ANSWER.prompt_ids, long)
+    with pytest.raises(CompletionFailed, match="helpful: too_long: more than 3") as failed:
+        asked(LocalScorer(SumOfIds(), Letters(), Welcome("/m", "theirs", 64)), answer)
+    assert failed.value.kind == "scorer_refused"
 
 
 @pytest.mark.parametrize(("score", "clipped"), [(9.0, 2.5), (-9.0, -2.5), (2.0, 2.0)])
