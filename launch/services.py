@@ -9,6 +9,10 @@ from launch.placement import split_cores, split_gpus, usable_cores, visible_gpus
 from launch.supervisor import Service
 from rollout.config import EngineConfig
 
+SLEEPING_THREADS = {"OMP_WAIT_POLICY": "PASSIVE"}
+"""Of a learner on CPU. Threads that sleep at barriers leave the core to whatever shares it: the engine in a
+run, any other work beside an offline stage. Those that spin keep it from the thread that they wait for."""
+
 
 def plan_services(e: WholeExperiment, config: Path) -> list[Service]:
     """The processes to start, with their shares of cores and GPUs."""
@@ -65,8 +69,7 @@ def _learner(e: WholeExperiment, config: Path, share: int, environment: dict[str
     overrides: list[str] = []
     if not visible_gpus():
         overrides = [f"learner.threads={threads}"]
-        # Threads that sleep at barriers leave the core to the engine's threads, where the two share it.
-        environment = environment | {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE"}
+        environment = environment | SLEEPING_THREADS | {"OMP_NUM_THREADS": str(threads)}
     command = [*torchrun(e.learner.processes), "learner", str(config), *overrides]
     return Service("learner", "learner", command, environment, stop_signal_to="children")
 
