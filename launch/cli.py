@@ -221,6 +221,7 @@ Checkpoint = Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="runs/NAM
 Target = Annotated[Path, typer.Argument(metavar="TARGET", help="The folder to write.")]
 Tensor = Annotated[int, typer.Option(min=1, help="Tensor-parallel size to cut it for.")]
 Pipeline = Annotated[int, typer.Option(min=1, help="Pipeline-parallel size to cut it for.")]
+Expert = Annotated[int, typer.Option(min=1, help="Expert-parallel size to cut it for.")]
 Model = Annotated[Path | None, typer.Option(help="Folder with config and tokenizer; else the run's own.")]
 Dtype = Annotated[
     Literal["bfloat16", "float16", "float32"] | None,
@@ -234,12 +235,13 @@ def hf_to_megatron(
     target: Target,
     tensor: Tensor = 1,
     pipeline: Pipeline = 1,
+    expert: Expert = 1,
     dtype: Dtype = None,
 ) -> None:
     """Weights for `learner.init_from`, from a Hugging Face folder."""
     from learner import conversion
 
-    conversion.hf_to_megatron(source, target, _layout(tensor, pipeline), dtype)
+    conversion.hf_to_megatron(source, target, _layout(tensor, pipeline, expert), dtype)
     typer.echo(f"written: {target}")
 
 
@@ -254,19 +256,24 @@ def megatron_to_hf(checkpoint: Checkpoint, target: Target, model: Model = None, 
 
 @convert.command()
 def reshard(
-    checkpoint: Checkpoint, target: Target, tensor: Tensor = 1, pipeline: Pipeline = 1, model: Model = None
+    checkpoint: Checkpoint,
+    target: Target,
+    tensor: Tensor = 1,
+    pipeline: Pipeline = 1,
+    expert: Expert = 1,
+    model: Model = None,
 ) -> None:
     """The same checkpoint, optimizer too, stored as another layout would have written it."""
     from learner import conversion
 
-    conversion.reshard(checkpoint, target, _layout(tensor, pipeline), model)
+    conversion.reshard(checkpoint, target, _layout(tensor, pipeline, expert), model)
     typer.echo(f"written: {target}")
 
 
-def _layout(tensor: int, pipeline: int) -> Any:
+def _layout(tensor: int, pipeline: int, expert: int) -> Any:
     from learner.config import ParallelConfig
 
-    return ParallelConfig(tensor=tensor, pipeline=pipeline)
+    return ParallelConfig(tensor=tensor, pipeline=pipeline, expert=expert)
 
 
 def _offline(kind: str, config: Path, overrides: list[str] | None) -> NoReturn:

@@ -35,6 +35,7 @@ class Setup:
     distributed_optimizer: bool
     tensor: int
     pipeline: int
+    expert: int
     data: int
     config_digest: str
     model: str
@@ -180,7 +181,9 @@ class Checkpoints:
             state: Any = dist_checkpointing.load(self._state(part, loading=True), str(folder))
             _unwrapped(part).load_state_dict(state["model"], strict=True)
             part.optimizer.load_state_dict(state["optimizer"])
-        if all(meta[name] == getattr(self._setup, name) for name in ("tensor", "pipeline", "data")):
+        # Checkpoints of before there were experts do not tell how many ranks shared them.
+        sizes = {"expert": 1, **meta}
+        if all(sizes[n] == getattr(self._setup, n) for n in ("tensor", "pipeline", "expert", "data")):
             _load_generators(path)
         if parallel.rank() == 0:
             logger.info("resumed from %s", path)

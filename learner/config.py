@@ -20,6 +20,9 @@ class ParallelConfig(Section):
 
     tensor: int = Field(default=1, ge=1)
     pipeline: int = Field(default=1, ge=1)
+    expert: int = Field(default=1, ge=1)
+    """Ranks that share the experts of a layer, each holding its own whole; they are neighbours among the
+    tensor- and data-parallel ranks of a pipeline stage."""
     distributed_optimizer: bool = False
     """Shard optimizer state over the data-parallel ranks (ZeRO-1)."""
 
@@ -183,6 +186,9 @@ class TrainingConfig(Section):
     """CPU only: threads of each rank; null takes every core divided by the ranks."""
     recompute: bool = False
     """Recompute activations in the backward pass (gradient checkpointing)."""
+    expert_balance: float = Field(default=0.0, ge=0)
+    """Of models with experts: coefficient of each layer's loss that evens out how many tokens its experts get
+    (arXiv 2101.03961, equation 4); 0, as is usual in reinforcement learning, adds none."""
     parallel: ParallelConfig = ParallelConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
@@ -194,6 +200,11 @@ class TrainingConfig(Section):
             raise ValueError(
                 f"processes {self.processes} is not a multiple of tensor · pipeline = {cells}; "
                 f"set learner.processes={cells} or change learner.parallel"
+            )
+        if self.processes // self.parallel.pipeline % self.parallel.expert:
+            raise ValueError(
+                f"a pipeline stage's {self.processes // self.parallel.pipeline} ranks are not a multiple of "
+                f"parallel.expert = {self.parallel.expert}; change processes or learner.parallel"
             )
         return self
 

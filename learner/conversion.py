@@ -47,7 +47,7 @@ def hf_to_megatron(source: Path, target: Path, layout: ParallelConfig, dtype: st
     family = families.read(source)
     family.check_layout(layout)
     folder = SafetensorsFolder(source)
-    wholes = [whole for slot in slots(family, 1, 1) for whole in slot.whole]
+    wholes = [whole for slot in slots(family, ParallelConfig()) for whole in slot.whole]
     for name, shape in wholes:
         folder.check(name, shape)
     dtype = dtype or _only_dtype(source, {folder.dtype(name) for name, _ in wholes})
@@ -62,7 +62,7 @@ def hf_to_megatron(source: Path, target: Path, layout: ParallelConfig, dtype: st
     with _whole_or_not_at_all(target) as temporary:
         write_checkpoint(temporary, ranks, common=None)
         facts = {"step": 0, "weights_only": True, "dtype": dtype, "model": str(source.resolve())}
-        complete(temporary, target, facts | {"tensor": layout.tensor, "pipeline": layout.pipeline})
+        complete(temporary, target, facts | _sizes(layout))
 
 
 def megatron_to_hf(
@@ -83,7 +83,7 @@ def megatron_to_hf(
     family, meta = families.read(source), check(checkpoint)
     folder = MegatronFolder(checkpoint, family)
     specs: list[TensorSpec] = []
-    for name, shape in (whole for slot in slots(family, 1, 1) for whole in slot.whole):
+    for name, shape in (whole for slot in slots(family, ParallelConfig()) for whole in slot.whole):
         folder.check(name, shape)
         specs.append(TensorSpec(name, dtype or meta["dtype"], shape))
     tensors = ((spec.name, folder.read(spec.name, slice(None))) for spec in specs)
@@ -117,7 +117,11 @@ def reshard(checkpoint: Path, target: Path, layout: ParallelConfig, model: Path 
         write_checkpoint(temporary, ranks, checkpoint / COMMON)
         # No data size fits it: the generators' states are of the old layout's ranks and are left behind.
         facts = {k: v for k, v in meta.items() if k != "files"} | {"data": None}
-        complete(temporary, target, facts | {"tensor": layout.tensor, "pipeline": layout.pipeline})
+        complete(temporary, target, facts | _sizes(layout))
+
+
+def _sizes(layout: ParallelConfig) -> dict[str, int]:
+    return {"tensor": layout.tensor, "pipeline": layout.pipeline, "expert": layout.expert}
 
 
 def _model_folder(checkpoint: Path, model: Path | None) -> Path:
@@ -156,17 +160,17 @@ def _refuse_existing(target: Path) -> None:
 
 
 def _cells(family: Family, layout: ParallelConfig) -> list[list[tuple[Slot, int, Chunk, Part]]]:
-    """For each rank of one model copy, stage by stage, what it stores."""
-    places = slots(family, layout.tensor, layout.pipeline)
+    """For each rank of one model copy, stage by stage, what it stores, with the number of its shard."""
+    places = slots(family, layout)
     return [
         [
-            (slot, rank, chunk, part)
+            (slot, rank - slot.holder, chunk, part)
             for slot in places
-            if slot.stage == stage
-            for chunk, part in cut(slot, rank, family, layout.pipeline)
+            if slot.stage == stage and rank in slot.owners
+            for chunk, part in cut(slot, rank - slot.holder, family, layout.pipeline)
         ]
         for stage in range(layout.pipeline)
-        for rank in range(layout.tensor)
+        for rank in range(max(layout.tensor, layout.expert))
     ]
 
 

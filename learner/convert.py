@@ -31,19 +31,20 @@ def load(model: "PolicyModel", folder: WholeTensors) -> None:
         ValueError: A tensor is missing or has another shape than config.json says.
     """
     parameters = dict(model.named_parameters())
-    for slot in slots(model.family, parallel.tp_size(), parallel.pp_size()):
-        if slot.stage != parallel.pp_rank():
+    for slot in slots(model.family, parallel.layout()):
+        elsewhere = slot.expert is not None and slot.holder != parallel.ep_rank()
+        if slot.stage != parallel.pp_rank() or elsewhere:
             continue
         if slot.parameter == "score.weight" and not model.family.has_score:
             parameters.pop(slot.parameter)  # new, as the model made it
             continue
         for spec in slot.whole:
             folder.check(spec.name, spec.shape)
-        shard = slot.read(folder, parallel.tp_rank())
+        shard = slot.read(folder, parallel.tp_rank() if slot.expert is None else 0)
         parameters.pop(slot.parameter).copy_(shard)
     # Tied embeddings lie once more on a last stage that is not the first.
     if (extra := parameters.pop("output_layer.weight", None)) is not None:
-        (embedding, *_) = slots(model.family, parallel.tp_size(), parallel.pp_size())
+        (embedding, *_) = slots(model.family, parallel.layout())
         extra.copy_(embedding.read(folder, parallel.tp_rank()))
     assert not parameters, f"parameters without a place in the Hugging Face layout: {sorted(parameters)}"
 
@@ -51,8 +52,11 @@ def load(model: "PolicyModel", folder: WholeTensors) -> None:
 def export_specs(model: "PolicyModel") -> list[TensorSpec]:
     """Name, dtype and shape of every tensor of `export_hf`, in its order; the same on every rank."""
     dtype = str(model.config.params_dtype).removeprefix("torch.")
-    places = slots(model.family, parallel.tp_size(), parallel.pp_size())
-    return [TensorSpec(spec.name, dtype, spec.shape) for slot in places for spec in slot.whole]
+    return [
+        TensorSpec(spec.name, dtype, spec.shape)
+        for slot in slots(model.family, parallel.layout())
+        for spec in slot.whole
+    ]
 
 
 def export_hf(model: "PolicyModel") -> Generator[tuple[str, Tensor], None, None]:
@@ -64,7 +68,7 @@ def export_hf(model: "PolicyModel") -> Generator[tuple[str, Tensor], None, None]
     send.
     """
     parameters = dict(model.named_parameters())
-    remaining = iter(slots(model.family, parallel.tp_size(), parallel.pp_size()))
+    remaining = iter(slots(model.family, parallel.layout()))
     try:
         for slot in remaining:
             shards = _collect(slot, parameters, model.config.params_dtype)
@@ -78,9 +82,7 @@ def export_hf(model: "PolicyModel") -> Generator[tuple[str, Tensor], None, None]
 @torch.no_grad()
 def _collect(slot: Slot, parameters: dict[str, torch.nn.Parameter], dtype: torch.dtype) -> list[Tensor]:
     """On global rank 0 the slot's shards, by tensor rank; elsewhere nothing, after sending what is held."""
-    copy = parallel.first_copy()
-    size = parallel.tp_size()
-    owners = copy[slot.stage * size : slot.stage * size + (size if slot.is_split else 1)]
+    owners = [parallel.first_of_stage(slot.stage) + owner for owner in slot.owners]
     rank = parallel.rank()
     if rank != 0:
         if rank in owners:

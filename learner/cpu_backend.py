@@ -86,8 +86,22 @@ def _replace_names() -> None:
     _set(torch.cuda, "get_rng_state", lambda *_args, **_kwargs: torch.get_rng_state())
     _set(torch.cuda, "manual_seed", torch.manual_seed)
     random = importlib.import_module("megatron.core.tensor_parallel.random")
+    # The all-to-all dispatcher of experts copies its counts to the host on a stream of its own.
+    dispatcher = importlib.import_module("megatron.core.transformer.moe.token_dispatcher")
+    _set(dispatcher.MoEAlltoAllTokenDispatcher, "cuda_dtoh_stream", "none")
+    _set(dispatcher.MoEAlltoAllTokenDispatcher, "_maybe_dtoh_and_synchronize", _counts_at_hand)
     _set(random, "_set_cuda_rng_state", lambda state, *_args, **_kwargs: torch.set_rng_state(state))
     _set(random, "_get_cuda_rng_state", lambda *_args, **_kwargs: torch.get_rng_state())
+
+
+def _counts_at_hand(dispatcher: Any, point: str, tokens_per_expert: Any = None) -> Any:
+    """Counts are on the host already; the collective only wants those of each rank as numpy's."""
+    if point == dispatcher.cuda_dtoh_point:
+        for name in ("input_splits", "output_splits", "output_splits_tp"):
+            counts = getattr(dispatcher, name)
+            if torch.is_tensor(counts):
+                setattr(dispatcher, name, counts.numpy())
+    return tokens_per_expert
 
 
 def _set(owner: Any, name: str, value: Any) -> None:

@@ -20,8 +20,16 @@ ARCHITECTURES = {
     "MistralForCausalLM": (False, False),
     "Qwen2ForCausalLM": (True, False),
     "Qwen3ForCausalLM": (False, True),
+    "MixtralForCausalLM": (False, False),
+    "Qwen3MoeForCausalLM": (False, True),
 }
 """Architecture → (bias on q, k and v; RMSNorm on each head of q and k)."""
+
+MIXTURES = {
+    "MixtralForCausalLM": ("block_sparse_moe", ("w1", "w3", "w2")),
+    "Qwen3MoeForCausalLM": ("mlp", ("gate_proj", "up_proj", "down_proj")),
+}
+"""Architecture with experts → (name of a layer's mixture; of an expert's gate, up and down projections)."""
 
 Head = Literal["vocabulary", "score"]
 """What reads the last hidden state: the output layer over the vocabulary, or one row that gives a number."""
@@ -61,13 +69,32 @@ class Rope:
 
 
 @dataclass(frozen=True, slots=True)
+class Mixture:
+    """What a layer has in the place of its MLP: a router, and experts of which every token gets a few.
+
+    The router's softmax is over all experts. No token is ever dropped.
+    """
+
+    experts: int
+    chosen: int
+    """Experts of one token, the most probable ones."""
+    renormalised: bool
+    """Whether their probabilities are divided by their sum."""
+    home: str
+    """Hugging Face's name of the mixture within a layer."""
+    projections: tuple[str, str, str]
+    """Hugging Face's names of gate, up and down within an expert."""
+
+
+@dataclass(frozen=True, slots=True)
 class Family:
-    """A dense decoder as Megatron needs it described."""
+    """A decoder as Megatron needs it described."""
 
     architecture: str
     layers: int
     hidden: int
     ffn: int
+    """Of the MLP, or of one expert."""
     heads: int
     kv_heads: int
     head_dim: int
@@ -80,6 +107,7 @@ class Family:
     qkv_bias: bool
     qk_norm: bool
     head: Head = "vocabulary"
+    mixture: Mixture | None = None
     has_score: bool = False
     """Whether the folder holds a score head; otherwise it is made anew."""
 
@@ -87,21 +115,24 @@ class Family:
         """Rows of the embedding after padding to a multiple of the tensor-parallel size."""
         return -(-self.vocab // tensor) * tensor
 
+    def _cut_by_tensor(self) -> dict[str, int]:
+        counts = {"attention heads": self.heads, "key-value heads": self.kv_heads}
+        return counts if self.mixture else {**counts, "ffn": self.ffn}
+
+    def tensor_sizes(self, most: int) -> list[int]:
+        """Those that divide the model."""
+        counts = self._cut_by_tensor().values()
+        return [n for n in range(1, most + 1) if not any(count % n for count in counts)]
+
     def check_layout(self, parallel: ParallelConfig) -> None:
         """Refuse a layout that does not divide the model.
 
         Raises:
             ValueError: Says which count and which sizes would work.
         """
-        for what, count in (
-            ("attention heads", self.heads),
-            ("key-value heads", self.kv_heads),
-            ("ffn", self.ffn),
-        ):
+        for what, count in self._cut_by_tensor().items():
             if count % parallel.tensor:
-                fitting = [
-                    n for n in range(1, 17) if not (self.heads % n or self.kv_heads % n or self.ffn % n)
-                ]
+                fitting = self.tensor_sizes(16)
                 raise ValueError(
                     f"learner.parallel.tensor={parallel.tensor} does not divide the model's {count} {what}; "
                     f"use one of {', '.join(map(str, fitting))}"
@@ -110,6 +141,16 @@ class Family:
             fitting = [n for n in range(1, self.layers + 1) if self.layers % n == 0]
             raise ValueError(
                 f"learner.parallel.pipeline={parallel.pipeline} does not divide the {self.layers} layers; "
+                f"use one of {', '.join(map(str, fitting))}"
+            )
+        if self.mixture is None and parallel.expert > 1:
+            raise ValueError(
+                f"learner.parallel.expert={parallel.expert}: {self.architecture} has no experts; use 1"
+            )
+        if self.mixture is not None and (experts := self.mixture.experts) % parallel.expert:
+            fitting = [n for n in range(1, experts + 1) if experts % n == 0]
+            raise ValueError(
+                f"learner.parallel.expert={parallel.expert} does not divide the model's {experts} experts; "
                 f"use one of {', '.join(map(str, fitting))}"
             )
 
@@ -149,7 +190,7 @@ class Family:
             bf16=dtype == torch.bfloat16,
             # Micro-batches differ in length, so pipeline stages tell each other the shape.
             variable_seq_lengths=parallel.pipeline > 1,
-            # Of no use to a dense model, but Megatron refuses its default together with the line above.
+            # The only dispatcher that lets ranks hold micro-batches of different lengths.
             moe_token_dispatcher_type="alltoall",
             # Weights come from the checkpoint: allocate them where they will live and fill nothing.
             use_cpu_initialization=not torch.cuda.is_available(),
@@ -160,7 +201,21 @@ class Family:
             bias_activation_fusion=False,
             bias_dropout_fusion=False,
             **checkpointing,
+            **self._mixture_config(parallel),
         )
+
+    def _mixture_config(self, parallel: ParallelConfig) -> dict[str, Any]:
+        if self.mixture is None:
+            return {}
+        return {
+            "num_moe_experts": self.mixture.experts,
+            "moe_ffn_hidden_size": self.ffn,
+            "moe_router_topk": self.mixture.chosen,
+            # A softmax over the chosen logits alone is one over all of them, renormalised.
+            "moe_router_pre_softmax": not self.mixture.renormalised,
+            "expert_model_parallel_size": parallel.expert,
+            "expert_tensor_parallel_size": 1,
+        }
 
 
 def read(path: str | Path, head: Head = "vocabulary") -> Family:
@@ -202,11 +257,14 @@ def from_config(config: dict[str, Any], where: str, head: Head = "vocabulary") -
     _refuse_unsupported(config, where)
     qkv_bias, qk_norm = ARCHITECTURES[architecture]
     heads = config["num_attention_heads"]
+    mixture, ffn = _mixture(architecture, config, where), config["intermediate_size"]
+    if mixture is not None:
+        ffn = config.get("moe_intermediate_size", ffn)
     return Family(
         architecture=architecture,
         layers=config["num_hidden_layers"],
         hidden=config["hidden_size"],
-        ffn=config["intermediate_size"],
+        ffn=ffn,
         heads=heads,
         kv_heads=config.get("num_key_value_heads") or heads,
         head_dim=config.get("head_dim") or config["hidden_size"] // heads,
@@ -218,8 +276,38 @@ def from_config(config: dict[str, Any], where: str, head: Head = "vocabulary") -
         qkv_bias=qkv_bias,
         qk_norm=qk_norm,
         head=head,
+        mixture=mixture,
         has_score=has_score,
     )
+
+
+def _mixture(architecture: str, config: dict[str, Any], where: str) -> Mixture | None:
+    if architecture not in MIXTURES:
+        return None
+    # transformers 5 writes num_local_experts for both; older Qwen3-MoE folders have num_experts.
+    experts = config.get("num_local_experts") or config.get("num_experts")
+    chosen = config.get("num_experts_per_tok")
+    if not experts or not chosen or not chosen <= experts:
+        raise ValueError(
+            f"{where}: num_experts_per_tok {chosen} of {experts} experts; expected a number of experts and "
+            "at most as many for each token"
+        )
+    step, dense = config.get("decoder_sparse_step", 1), config.get("mlp_only_layers")
+    if step != 1 or dense:
+        raise ValueError(
+            f"{where}: decoder_sparse_step {step} with mlp_only_layers {dense} is not supported; every layer "
+            "must have experts"
+        )
+    for key in ("shared_expert_intermediate_size", "n_shared_experts", "router_jitter_noise"):
+        if config.get(key):
+            raise ValueError(f"{where}: {key} {config[key]} is not supported")
+    renormalised = architecture == "MixtralForCausalLM" or bool(config.get("norm_topk_prob", False))
+    if renormalised and chosen == 1:
+        raise ValueError(
+            f"{where}: one expert of each token, with its probability renormalised to 1, leaves its router "
+            "no gradient; not supported"
+        )
+    return Mixture(experts, chosen, renormalised, *MIXTURES[architecture])
 
 
 def score_config(family: Family, config: dict[str, Any]) -> dict[str, Any]:

@@ -35,8 +35,8 @@ def compute_dtype(weights: torch.dtype) -> torch.dtype:
     return torch.float32
 
 
-def block_spec(num_layers: int, qk_norm: bool) -> TransformerBlockSubmodules:
-    """Megatron's description of this stage's layers."""
+def block_spec(num_layers: int, qk_norm: bool, mixture: type | None = None) -> TransformerBlockSubmodules:
+    """Megatron's description of this stage's layers; a mixture takes the place of the MLP."""
     norm, column, row, mlp = _modules()
     layer = ModuleSpec(
         module=TransformerLayer,
@@ -55,11 +55,17 @@ def block_spec(num_layers: int, qk_norm: bool) -> TransformerBlockSubmodules:
             ),
             self_attn_bda=get_bias_dropout_add,  # pyright: ignore[reportArgumentType]
             pre_mlp_layernorm=norm,
-            mlp=mlp,
+            mlp=mixture or mlp,
             mlp_bda=get_bias_dropout_add,  # pyright: ignore[reportArgumentType]
         ),
     )
     return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=norm)
+
+
+def linears() -> MLPSubmodules:
+    """Of an MLP on this machine."""
+    _, column, row, _ = _modules()
+    return MLPSubmodules(linear_fc1=column, linear_fc2=row)
 
 
 def _modules() -> tuple[Any, Any, Any, Any]:

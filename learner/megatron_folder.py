@@ -1,10 +1,11 @@
 """A Megatron checkpoint read and written one tensor at a time, in one process without Megatron's groups.
 
 In a checkpoint every parameter is one tensor of the whole model: not cut by tensor rank, and the same
-parameter of all layers stacked, so that `decoder.layers.mlp.linear_fc2.weight` is [layers, h, f]. It is
-stored in chunks, each what one rank held of one layer. Optimizer states are stacked and cut the same way,
-under names that end with the parameter's. Megatron's `.metadata` and `common.pt` are pickles, as it defines
-them: a checkpoint from somebody you do not trust must not be opened.
+parameter of all layers stacked, so that `decoder.layers.mlp.linear_fc2.weight` is [layers, h, f], and of all
+experts too: `decoder.layers.mlp.experts.experts.linear_fc2.weight` is [layers, experts, h, f]. It is stored
+in chunks, each what one rank held of one layer. Optimizer states are stacked and cut the same way, under
+names that end with the parameter's. Megatron's `.metadata` and `common.pt` are pickles, as it defines them: a
+checkpoint from somebody you do not trust must not be opened.
 """
 
 import io
@@ -42,10 +43,12 @@ from torch.distributed.checkpoint.planner import (
 )
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
+from learner.config import ParallelConfig
 from learner.families import Family
 from learner.slots import Part, Slot, VocabSlot, slots
 
 LAYER = re.compile(r"^(decoder\.layers\.)(\d+)\.")
+EXPERT = re.compile(r"\.local_experts\.\d+")
 
 COMMON = "common.pt"
 """What is not a tensor: for an optimizer its groups and step; nothing for weights."""
@@ -70,33 +73,45 @@ class Chunk:
     shape: tuple[int, ...]
 
 
-def place(slot: Slot, family: Family, pipeline: int) -> tuple[str, int | None]:
-    """The name of a slot's tensor in a checkpoint, and which of its stacked layers the slot is."""
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a slot lies in a checkpoint: in which tensor, and where in what is stacked there."""
+
+    key: str
+    stacked: tuple[int, ...] = ()
+    """How many layers, and experts of each."""
+    number: tuple[int, ...] = ()
+    """Which of them."""
+
+    def chunk(self, whole: tuple[int, ...], start: tuple[int, ...], shape: tuple[int, ...]) -> Chunk:
+        """A piece of the slot's parameter, as one of the tensor."""
+        ones = (1,) * len(self.stacked)
+        return Chunk(self.key, self.stacked + whole, self.number + start, ones + shape)
+
+
+def place(slot: Slot, family: Family, pipeline: int) -> Place:
+    """Where a slot of a layout with so many stages lies in a checkpoint."""
     found = LAYER.match(slot.parameter)
     if found is None:
-        return slot.parameter, None
+        return Place(slot.parameter)
     layer = slot.stage * (family.layers // pipeline) + int(found[2])
-    return LAYER.sub(r"\1", slot.parameter), layer
+    key = LAYER.sub(r"\1", slot.parameter)
+    if slot.expert is None or family.mixture is None:
+        return Place(key, (family.layers,), (layer,))
+    return Place(EXPERT.sub(".experts", key), (family.layers, family.mixture.experts), (layer, slot.expert))
 
 
 def uncut(slot: Slot, family: Family) -> Chunk:
     """All of a slot that no tensor or pipeline size cuts."""
-    key, layer = place(slot, family, 1)
-    if layer is None:
-        return Chunk(key, slot.full_shape, (0,) * len(slot.full_shape), slot.full_shape)
-    start = (layer, *(0 for _ in slot.full_shape))
-    return Chunk(key, (family.layers, *slot.full_shape), start, (1, *slot.full_shape))
+    shape = slot.full_shape
+    return place(slot, family, 1).chunk(shape, (0,) * len(shape), shape)
 
 
 def cut(slot: Slot, rank: int, family: Family, pipeline: int) -> Iterator[tuple[Chunk, Part]]:
     """What a tensor rank stores of a slot, each with where it is in the rank's shard."""
-    key, layer = place(slot, family, pipeline)
+    home = place(slot, family, pipeline)
     for part in slot.parts(rank):
-        if layer is None:
-            yield Chunk(key, slot.full_shape, part.start, part.shape), part
-        else:
-            whole = (family.layers, *slot.full_shape)
-            yield Chunk(key, whole, (layer, *part.start), (1, *part.shape)), part
+        yield home.chunk(slot.full_shape, part.start, part.shape), part
 
 
 class StoredTensors:
@@ -167,7 +182,9 @@ class MegatronFolder:
         self._stored = StoredTensors(path)
         self._shapes = self._stored.shapes
         self._homes = {
-            whole.name: (slot, uncut(slot, family)) for slot in slots(family, 1, 1) for whole in slot.whole
+            whole.name: (slot, uncut(slot, family))
+            for slot in slots(family, ParallelConfig())
+            for whole in slot.whole
         }
         self._held: tuple[Slot | None, dict[str, Tensor]] = (None, {})
 

@@ -20,6 +20,7 @@ from learner.config import ParallelConfig
 from learner.families import Family, Head
 from learner.layers import block_spec, compute_dtype
 from learner.megatron_folder import MegatronFolder
+from learner.mixture import MixtureLayer
 from learner.safetensors_folder import SafetensorsFolder
 from learner.vocabulary import VocabShard, target_logprobs
 
@@ -51,7 +52,9 @@ class PolicyModel(GPTModel):
         self.is_last_stage = parallel.is_last_stage()
         super().__init__(
             config,
-            block_spec(family.layers // parallel.pp_size(), family.qk_norm),  # pyright: ignore[reportArgumentType]
+            block_spec(  # pyright: ignore[reportArgumentType]
+                family.layers // parallel.pp_size(), family.qk_norm, MixtureLayer if family.mixture else None
+            ),
             vocab_size=family.padded_vocab(parallel.tp_size()),
             max_sequence_length=family.max_positions,
             pre_process=parallel.is_first_stage(),
@@ -155,7 +158,8 @@ def build_model(
     family.check_layout(layout)
     config = family.transformer_config(layout, dtype, recompute)
     config.pipeline_dtype = compute_dtype(dtype)
-    model = (ScoreModel if head == "score" else PolicyModel)(family, config)
+    # A router's weight is made on the host wherever the model is.
+    model = (ScoreModel if head == "score" else PolicyModel)(family, config).to(parallel.device())
     convert.load(
         model, MegatronFolder(Path(checkpoint), family) if checkpoint else SafetensorsFolder(hf_path)
     )

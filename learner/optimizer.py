@@ -78,8 +78,9 @@ def _mark_split_parameters(model: Any) -> None:
     if parallel.tp_size() == 1:
         return
     parameters = dict(model.named_parameters())
-    places = slots(model.family, parallel.tp_size(), parallel.pp_size())
-    split = {s.parameter: _split_axis(s) for s in places if s.stage == parallel.pp_rank() and s.is_split}
+    places = [s for s in slots(model.family, parallel.layout()) if s.stage == parallel.pp_rank()]
+    # Experts are uncut, but every rank's are counted: among its own kind each is there once.
+    split = {s.parameter: _split_axis(s) for s in places if s.is_split or s.expert is not None}
     # Tied embeddings lie once more on a last stage that is not the first.
     for name, axis in {"output_layer.weight": 0, **split}.items():
         parameter = parameters.get(name)
@@ -146,6 +147,9 @@ def apply_gradients(optimizer: Any, clip_grad: float) -> tuple[float, bool]:
         logger.error("gradient norm is %s: this optimizer step is skipped and counted", norm)
         return norm, False
     if clip_grad > 0:
-        clip_grad_by_total_norm_fp32(optimizer.get_parameters(), clip_grad, norm)
+        # Experts have an optimizer of their own, chained to the others'.
+        parts = getattr(optimizer, "chained_optimizers", [optimizer])
+        parameters = [parameter for part in parts for parameter in part.get_parameters()]
+        clip_grad_by_total_norm_fp32(parameters, clip_grad, norm)
     optimizer.step_with_ready_grads()
     return norm, True

@@ -21,12 +21,13 @@ def initialize(parallel: ParallelConfig, seed: int = 1, timeout_s: float = 1800.
     """Start the processes' groups and random generators. Collective.
 
     Args:
-        parallel: Tensor and pipeline sizes; the rest of the world is data parallel.
+        parallel: Tensor, pipeline and expert sizes; what tensor and pipeline leave of the world is data
+            parallel.
         seed: Of the generators; tensor-parallel ranks get distinct streams from it.
         timeout_s: Longest wait in any collective before the process fails.
 
     Raises:
-        ValueError: The world size is not a multiple of tensor · pipeline.
+        ValueError: The world size is not a multiple of tensor · pipeline, or a stage's of the expert size.
     """
     global _export_group
     world = int(os.environ.get("WORLD_SIZE", "1"))
@@ -36,6 +37,11 @@ def initialize(parallel: ParallelConfig, seed: int = 1, timeout_s: float = 1800.
             f"learner.parallel: {world} processes are not a multiple of tensor · pipeline = {cells}; "
             f"start {cells} or a multiple (torchrun --nproc-per-node)"
         )
+    if world // parallel.pipeline % parallel.expert:
+        raise ValueError(
+            f"learner.parallel: a pipeline stage's {world // parallel.pipeline} processes are not a multiple "
+            f"of expert = {parallel.expert}"
+        )
     if not torch.cuda.is_available():
         cpu_backend.apply()
     if not dist.is_initialized():
@@ -43,6 +49,9 @@ def initialize(parallel: ParallelConfig, seed: int = 1, timeout_s: float = 1800.
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=parallel.tensor,
         pipeline_model_parallel_size=parallel.pipeline,
+        expert_model_parallel_size=parallel.expert,
+        # Tensor ranks do not cut experts: each has its own, or a copy.
+        expert_tensor_parallel_size=1,
         distributed_timeout_minutes=max(1, round(timeout_s / 60)),
     )
     group = dist.new_group(first_copy())
@@ -124,6 +133,15 @@ def pp_size() -> int:
     return parallel_state.get_pipeline_model_parallel_world_size()
 
 
+def ep_rank() -> int:
+    """Which share of every layer's experts this process holds."""
+    return parallel_state.get_expert_model_parallel_rank()
+
+
+def ep_size() -> int:
+    return parallel_state.get_expert_model_parallel_world_size()
+
+
 def data_parallel_group() -> dist.ProcessGroup:
     """The processes that hold the same shard of the model."""
     return _only(parallel_state.get_data_parallel_group())
@@ -148,9 +166,22 @@ def model_parallel_source() -> int:
 
 
 def first_copy() -> list[int]:
-    """Global ranks that hold the first copy of the model: stage by stage, in each by tensor rank."""
-    stride = dist.get_world_size() // pp_size()
-    return [stage * stride + rank for stage in range(pp_size()) for rank in range(tp_size())]
+    """Global ranks that hold the first copy of the model, stage by stage.
+
+    In each they are its first ranks: as many as there are tensor ranks, or expert-parallel ranks if more.
+    """
+    ranks = range(max(tp_size(), ep_size()))
+    return [first_of_stage(stage) + rank for stage in range(pp_size()) for rank in ranks]
+
+
+def first_of_stage(stage: int) -> int:
+    """The lowest global rank of a pipeline stage."""
+    return stage * (dist.get_world_size() // pp_size())
+
+
+def layout() -> ParallelConfig:
+    """The sizes that `initialize` was given."""
+    return ParallelConfig(tensor=tp_size(), pipeline=pp_size(), expert=ep_size())
 
 
 def export_group() -> dist.ProcessGroup:

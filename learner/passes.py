@@ -37,6 +37,7 @@ def run_schedule(
     measure: Measure,
     forward_only: bool,
     temperature: float = 1.0,
+    balance: float = 0.0,
 ) -> list[Any]:
     """Drive Megatron's schedule.
 
@@ -46,11 +47,17 @@ def run_schedule(
         measure: Called on the last pipeline stage.
         forward_only: Without gradients.
         temperature: Divides the logits.
+        balance: Coefficient of the experts' balance loss, whose mean over all ranks' micro-batches is added
+            to the loss in the backward pass alone.
 
     Returns:
         What `measure` kept of each micro-batch, on the last stage; nothing elsewhere.
     """
     from megatron.core.pipeline_parallel import get_forward_backward_func
+    from megatron.core.utils import get_model_config
+
+    # Megatron adds every router's for every micro-batch.
+    get_model_config(model).moe_aux_loss_coeff = balance / (len(micro_batches) * parallel.dp_size())
 
     def loss(batch: Layout, output: Any) -> tuple[Tensor, Tensor, Any]:
         value, kept = measure(batch, output)

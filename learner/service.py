@@ -185,6 +185,7 @@ def checkpoint_setup(experiment: LearnerExperiment | OfflineExperiment) -> Setup
         distributed_optimizer=layout.distributed_optimizer,
         tensor=layout.tensor,
         pipeline=layout.pipeline,
+        expert=layout.expert,
         data=parallel.dp_size(),
         config_digest=hashlib.blake2b(told.encode(), digest_size=16).hexdigest(),
         model=experiment.model.path,

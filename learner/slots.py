@@ -1,4 +1,4 @@
-"""Which Hugging Face tensors make up which Megatron parameter, and how tensor parallelism cuts it.
+"""Which Hugging Face tensors make up which Megatron parameter, and how a layout cuts it and deals it out.
 
 Shapes: h hidden size, f ffn size; of this rank: H query heads, G key-value heads; D head size.
 """
@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from learner.config import ParallelConfig
 from learner.families import Family
 from learner.safetensors_folder import WholeTensors
 
@@ -45,10 +46,19 @@ class Slot:
     """Tensor-parallel size."""
     groups: int = 1
     """Into how many equal groups of rows a shard's parts are dealt, group by group; 1: part by part."""
+    expert: int | None = None
+    """Which of its layer's experts it belongs to; None: to none."""
+    holder: int = 0
+    """The first rank of the stage that has a shard: for an expert's, the one expert-parallel rank."""
 
     @property
     def is_split(self) -> bool:
         return False
+
+    @property
+    def owners(self) -> range:
+        """Ranks of the stage that have the shards, in their order; others have copies at most."""
+        return range(self.holder, self.holder + (self.tensor if self.is_split else 1))
 
     @property
     def shard_shape(self) -> tuple[int, ...]:
@@ -171,8 +181,9 @@ class GateUpSlot(StackedSlot):
         return found
 
 
-def slots(family: Family, tensor: int, pipeline: int) -> list[Slot]:
+def slots(family: Family, layout: ParallelConfig) -> list[Slot]:
     """Every parameter of the whole model, in Hugging Face's order."""
+    tensor, pipeline = layout.tensor, layout.pipeline
     vocab = (family.vocab, family.hidden)
     last = pipeline - 1
     found: list[Slot] = [
@@ -180,7 +191,7 @@ def slots(family: Family, tensor: int, pipeline: int) -> list[Slot]:
     ]
     per_stage = family.layers // pipeline
     for layer in range(family.layers):
-        found += _layer(family, layer, layer // per_stage, f"decoder.layers.{layer % per_stage}.", tensor)
+        found += _layer(family, layer, layer // per_stage, f"decoder.layers.{layer % per_stage}.", layout)
     norm = Whole("model.norm.weight", (family.hidden,))
     found.append(Slot("decoder.final_layernorm.weight", last, (norm,), tensor))
     if family.head == "score":
@@ -190,8 +201,8 @@ def slots(family: Family, tensor: int, pipeline: int) -> list[Slot]:
     return found
 
 
-def _layer(family: Family, layer: int, stage: int, home: str, tensor: int) -> list[Slot]:
-    hidden, ffn, head = family.hidden, family.ffn, family.head_dim
+def _layer(family: Family, layer: int, stage: int, home: str, layout: ParallelConfig) -> list[Slot]:
+    hidden, head, tensor = family.hidden, family.head_dim, layout.tensor
     queries, keys = family.heads * head, family.kv_heads * head
     groups = family.kv_heads // tensor
     source = f"model.layers.{layer}."
@@ -212,14 +223,37 @@ def _layer(family: Family, layer: int, stage: int, home: str, tensor: int) -> li
         for name in ("q", "k"):
             norm = whole(f"self_attn.{name}_norm.weight", head)
             found.append(Slot(home + f"self_attention.{name}_layernorm.weight", stage, (norm,), tensor))
-    gate_up = tuple(whole(f"mlp.{name}_proj.weight", ffn, hidden) for name in ("gate", "up"))
-    down = whole("mlp.down_proj.weight", hidden, ffn)
     before = whole("input_layernorm.weight", hidden)
     between = whole("post_attention_layernorm.weight", hidden)
     return [
         *found,
-        GateUpSlot(home + "mlp.linear_fc1.weight", stage, gate_up, tensor),
-        RowSlot(home + "mlp.linear_fc2.weight", stage, (down,), tensor),
+        *_mlps(family, source, stage, home + "mlp.", layout),
         Slot(home + "input_layernorm.weight", stage, (before,), tensor),
         Slot(home + "pre_mlp_layernorm.weight", stage, (between,), tensor),
     ]
+
+
+def _mlps(family: Family, source: str, stage: int, home: str, layout: ParallelConfig) -> list[Slot]:
+    """A layer's MLP, or its router and its experts, each uncut on one rank."""
+    hidden, ffn, mixture = family.hidden, family.ffn, family.mixture
+
+    def mlp(source: str, home: str, names: tuple[str, str, str], tensor: int, **of: int) -> list[Slot]:
+        *gate_up, down = (f"{source}{name}.weight" for name in names)
+        columns = tuple(Whole(name, (ffn, hidden)) for name in gate_up)
+        return [
+            GateUpSlot(home + "linear_fc1.weight", stage, columns, tensor, **of),
+            RowSlot(home + "linear_fc2.weight", stage, (Whole(down, (hidden, ffn)),), tensor, **of),
+        ]
+
+    if mixture is None:
+        return mlp(source + "mlp.", home, ("gate_proj", "up_proj", "down_proj"), layout.tensor)
+    source = f"{source}{mixture.home}."
+    router = Whole(source + "gate.weight", (mixture.experts, hidden))
+    found = [Slot(home + "router.weight", stage, (router,), layout.tensor)]
+    each = mixture.experts // layout.expert
+    for number in range(mixture.experts):
+        holder, local = divmod(number, each)
+        inside = f"{home}experts.local_experts.{local}."
+        place = {"expert": number, "holder": holder}
+        found += mlp(f"{source}experts.{number}.", inside, mixture.projections, 1, **place)
+    return found

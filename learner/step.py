@@ -222,7 +222,8 @@ class Updater:
         self._trainable.model.zero_grad_buffer()
         self._trainable.optimizer.zero_grad()
         model, temperature = self._trainable.model, self._temperature
-        found = run_schedule(model, part.micro_batches, measure, False, temperature)
+        balance = self._experiment.learner.expert_balance
+        found = run_schedule(model, part.micro_batches, measure, False, temperature, balance)
         return reduce_sums(found, METRICS)
 
 

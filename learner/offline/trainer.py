@@ -90,5 +90,8 @@ class Trainer:
         def measure(batch: ExampleBatch, output: Any) -> tuple[Tensor, dict[str, Tensor]]:
             return self._stage.objective(output, batch, prepared.total)
 
-        found = run_schedule(self._trainable.model, prepared.micro_batches, measure, forward_only)
+        balance = self._config.expert_balance
+        found = run_schedule(
+            self._trainable.model, prepared.micro_batches, measure, forward_only, balance=balance
+        )
         return self._stage.row(reduce_sums(found, self._stage.sums))

@@ -4,6 +4,7 @@ Starting processes takes most of the time, so all runs of a world size share the
 """
 
 import json
+import math
 import os
 import shutil
 import subprocess
@@ -29,7 +30,8 @@ class Run:
     def __init__(self, folder: Path, model: Path, *, options=None, dtype="float32", **learner) -> None:
         self.folder = folder
         self.options = options or {}
-        layout = {"tensor": 1, "pipeline": 1, "distributed_optimizer": False, **learner.pop("layout", {})}
+        sizes = {"tensor": 1, "pipeline": 1, "expert": 1}
+        layout = {**sizes, "distributed_optimizer": False, **learner.pop("layout", {})}
         checkpoint = {"every": 2, "keep": 2, "export": False, **learner.pop("checkpoint", {})}
         if "value" in learner:
             # A language model's folder does: it gets a new score row.
@@ -44,7 +46,7 @@ class Run:
                 "steps": STEPS,
                 "tokens_per_microbatch": 64,
                 "threads": 1,
-                "processes": layout["tensor"] * layout["pipeline"],
+                "processes": layout["pipeline"] * math.lcm(layout["tensor"], layout["expert"]),
                 "parallel": layout,
                 # Gradient norms are about 0.7, so that every step is clipped; the last one moves weights too,
                 # so that whatever a resume at step 3 loses shows.

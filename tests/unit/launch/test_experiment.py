@@ -51,6 +51,7 @@ GAE = ("learner.algorithm.advantage=gae",)
         ([*GAE, "learner.value.path=/nowhere"], "learner.value.path=/nowhere: no config.json"),
         (["learner.stepz=1"], "learner.stepz: unknown key; did you mean steps?"),
         (["learner.processes=3", "learner.parallel.tensor=2"], "learner: processes 3 is not a multiple"),
+        (["learner.parallel.expert=2"], "learner: a pipeline stage's 1 ranks are not a multiple"),
     ],
 )
 def test_a_mistake_is_one_line_that_names_the_key(config_file, overrides, told):

@@ -15,7 +15,7 @@ from learner.config import OptimizerConfig, ParallelConfig
 from learner.model import build_model
 from learner.optimizer import Trainable, apply_gradients, make_trainable
 
-SETUP = Setup("float32", False, 1, 1, 1, "digest", "model")
+SETUP = Setup("float32", False, 1, 1, 1, 1, "digest", "model")
 
 
 @pytest.fixture

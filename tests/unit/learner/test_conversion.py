@@ -7,7 +7,15 @@ import sys
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    MistralConfig,
+    MixtralConfig,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 from learner import conversion
 from learner.config import ParallelConfig
@@ -31,6 +39,7 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 16,
 }
+EXPERTS = {"head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 FAMILIES = {
     "llama-2": LlamaConfig(**SIZES | {"num_key_value_heads": 4}),
     "llama-3": LlamaConfig(**SIZES, rope_parameters=LLAMA3_ROPE),
@@ -41,8 +50,11 @@ FAMILIES = {
     "qwen3-tied": Qwen3Config(**SIZES, head_dim=16, tie_word_embeddings=True),
     "mistral": MistralConfig(**SIZES, sliding_window=None),
     "smollm": LlamaConfig(**SIZES | SMOLLM, tie_word_embeddings=True),
+    "mixtral": MixtralConfig(**SIZES, num_local_experts=4),
+    "qwen3-moe": Qwen3MoeConfig(**SIZES, **EXPERTS),
 }
 TWO_BY_TWO = ParallelConfig(tensor=2, pipeline=2)
+LAYOUTS = {kind: ParallelConfig(tensor=2, pipeline=2, expert=4) for kind in ("mixtral", "qwen3-moe")}
 
 
 @pytest.fixture
@@ -79,7 +91,7 @@ def test_every_family_comes_back_bit_by_bit_over_two_layouts(make, tmp_path, kin
     source = make(kind)
     one, four, again = (tmp_path / name for name in ("one", "four", "again"))
     conversion.hf_to_megatron(source, one, ParallelConfig())
-    conversion.reshard(one, four, TWO_BY_TWO)
+    conversion.reshard(one, four, LAYOUTS.get(kind, TWO_BY_TWO))
     conversion.reshard(four, again, ParallelConfig())
     for checkpoint in (one, four, again):
         target = tmp_path / "hf" / checkpoint.name
@@ -131,6 +143,23 @@ def test_queries_lie_with_their_key_and_value_and_all_of_gate_before_up(make, tm
         gate_up = torch.cat([ours("mlp.gate"), ours("mlp.up")])
         assert torch.equal(megatrons("mlp.linear_fc1", layer), gate_up)
         assert torch.equal(megatrons("mlp.linear_fc2", layer), ours("mlp.down"))
+
+
+def test_every_expert_is_a_chunk_of_the_rank_that_holds_it(make, tmp_path):
+    source = make("mixtral")
+    conversion.hf_to_megatron(source, tmp_path / "eight", LAYOUTS["mixtral"])
+    stored = StoredTensors(tmp_path / "eight")
+    assert len(list((tmp_path / "eight").glob("*.distcp"))) == 8, "four expert ranks of each stage"
+    assert stored.shapes["decoder.layers.mlp.experts.experts.linear_fc1.weight"] == (4, 4, 96, 32)
+    down = {(c.start, c.shape) for c in stored.stored("decoder.layers.mlp.experts.experts.linear_fc2.weight")}
+    assert down == {((n, e, 0, 0), (1, 1, 32, 48)) for n in range(4) for e in range(4)}
+    assert stored.shapes["decoder.layers.mlp.router.weight"] == (4, 4, 32)
+    columns = Chunk(
+        "decoder.layers.mlp.experts.experts.linear_fc1.weight", (4, 4, 96, 32), (3, 2, 0, 0), (1, 1, 96, 32)
+    )
+    held, home = weights(source), "model.layers.3.block_sparse_moe.experts.2."
+    gate_up = torch.cat([held[f"{home}w1.weight"], held[f"{home}w3.weight"]])
+    assert torch.equal(stored.read(columns)[0, 0], gate_up)
 
 
 def test_dtypes_are_kept_or_changed_on_demand_and_never_mixed(make, tmp_path):

@@ -3,11 +3,20 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    MixtralConfig,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 from learner import convert, parallel, safetensors_folder
 from learner.config import ParallelConfig
 from learner.model import build_model
+from sync.expected import ExpectedModel, read_specs
+from sync.manifest import Manifest
 
 SIZES = {
     "vocab_size": 67,
@@ -18,10 +27,13 @@ SIZES = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 64,
 }
+EXPERTS = {"head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 CONFIGS = {
     "llama": LlamaConfig(**SIZES, tie_word_embeddings=True),
     "qwen2": Qwen2Config(**SIZES),
     "qwen3": Qwen3Config(**SIZES, head_dim=16),
+    "mixtral": MixtralConfig(**SIZES, num_local_experts=4),
+    "qwen3-moe": Qwen3MoeConfig(**SIZES, **EXPERTS),
 }
 
 
@@ -60,7 +72,11 @@ def test_what_was_loaded_is_exported_and_saved_bit_by_bit(one_process, make, tmp
     exported = list(convert.export_hf(model))
     same(dict(exported), expected)
     told = [(name, str(t.dtype).removeprefix("torch."), tuple(t.shape)) for name, t in exported]
-    assert told == [(spec.name, spec.dtype, spec.shape) for spec in convert.export_specs(model)]
+    specs = convert.export_specs(model)
+    assert told == [(spec.name, spec.dtype, spec.shape) for spec in specs]
+    # A server that was started from the folder takes them.
+    expected_there = ExpectedModel(read_specs(source), specs[0].dtype, model.family.tied)
+    expected_there.check(Manifest.layout(specs, 1 << 20))
 
     target = tmp_path / "out"
     convert.save_hf(model, source, target)

@@ -42,6 +42,55 @@ def test_what_is_not_supported_is_refused_in_one_line(changes, says):
     assert "\n" not in str(caught.value)
 
 
+QWEN3_MOE = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 96,
+    "norm_topk_prob": True,
+}
+MIXTRAL = {"architectures": ["MixtralForCausalLM"], "num_local_experts": 8, "num_experts_per_tok": 2}
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"decoder_sparse_step": 2}, "decoder_sparse_step 2 with mlp_only_layers None is not supported"),
+        ({"mlp_only_layers": [0]}, r"decoder_sparse_step 1 with mlp_only_layers \[0\] is not supported"),
+        ({"shared_expert_intermediate_size": 64}, "shared_expert_intermediate_size 64 is not supported"),
+        ({"router_jitter_noise": 0.1}, "router_jitter_noise 0.1 is not supported"),
+        ({"num_experts_per_tok": 1}, "leaves its router no gradient; not supported"),
+        ({"num_experts_per_tok": 9}, "num_experts_per_tok 9 of 8 experts"),
+        ({"num_experts": None}, "num_experts_per_tok 2 of None experts"),
+        ({"architectures": ["Qwen2MoeForCausalLM"]}, "architecture Qwen2MoeForCausalLM is not supported"),
+    ],
+)
+def test_mixtures_that_are_not_supported_are_refused_in_one_line(changes, says):
+    with pytest.raises(ValueError, match=says) as caught:
+        family(**QWEN3_MOE | changes)
+    assert str(caught.value).startswith("config.json: ")
+    assert "\n" not in str(caught.value)
+
+
+def test_each_mixture_weighs_its_experts_as_its_family_does():
+    qwen3, mixtral = family(**QWEN3_MOE), family(**MIXTRAL)
+    assert (qwen3.ffn, mixtral.ffn) == (96, 1536)
+    assert qwen3.mixture.renormalised
+    assert mixtral.mixture.renormalised
+    assert not family(**QWEN3_MOE | {"norm_topk_prob": False}).mixture.renormalised
+    written_by_transformers_5 = {"num_experts": None, "num_local_experts": 8}
+    assert family(**QWEN3_MOE | written_by_transformers_5).mixture == qwen3.mixture
+
+
+def test_an_expert_size_that_does_not_divide_the_experts_is_refused():
+    with pytest.raises(ValueError, match="expert=3 does not divide the model's 8 experts; use one of 1, 2"):
+        family(**MIXTRAL).check_layout(ParallelConfig(expert=3))
+    with pytest.raises(ValueError, match="expert=2: LlamaForCausalLM has no experts; use 1"):
+        family().check_layout(ParallelConfig(expert=2))
+    # Experts are not cut, so their width need not be a multiple.
+    family(**MIXTRAL | {"intermediate_size": 97}).check_layout(ParallelConfig(tensor=3, expert=4))
+
+
 def test_a_window_that_no_sequence_can_leave_is_no_window():
     assert family(sliding_window=8192).max_positions == 8192
     assert family(sliding_window=64, use_sliding_window=False).max_positions == 8192

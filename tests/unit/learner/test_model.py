@@ -3,7 +3,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    MistralConfig,
+    MixtralConfig,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 from learner import parallel
 from learner.config import ParallelConfig
@@ -29,12 +37,16 @@ SIZES = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 128,
 }
+EXPERTS = {"head_dim": 16, "num_experts": 6, "moe_intermediate_size": 24}
 MODELS = {
     "llama": LlamaConfig(**SIZES, tie_word_embeddings=True, head_dim=8),
     "llama-3": LlamaConfig(**SIZES, rope_parameters=LLAMA3_ROPE, rms_norm_eps=1e-5, head_dim=8),
     "qwen2": Qwen2Config(**SIZES, tie_word_embeddings=True),
     "qwen3": Qwen3Config(**SIZES, head_dim=16),
     "mistral": MistralConfig(**SIZES, sliding_window=None, head_dim=8),
+    "mixtral": MixtralConfig(**SIZES, sliding_window=None, head_dim=8, num_local_experts=4),
+    "qwen3-moe": Qwen3MoeConfig(**SIZES, **EXPERTS, num_experts_per_tok=2, norm_topk_prob=True),
+    "qwen3-moe-plain": Qwen3MoeConfig(**SIZES, **EXPERTS, num_experts_per_tok=1, norm_topk_prob=False),
 }
 
 
@@ -111,10 +123,27 @@ def hf_model(folder, dtype=torch.float32):
     return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="sdpa")
 
 
+def hf_gradients(model):
+    """By the names in the folder, where experts lie one by one and not stacked."""
+    expert, (gate, up, down) = "mlp.experts", ("gate_proj", "up_proj", "down_proj")
+    if model.config.model_type == "mixtral":
+        expert, (gate, up, down) = "block_sparse_moe.experts", ("w1", "w3", "w2")
+    found = {}
+    for name, parameter in model.named_parameters():
+        layer, inside, which = name.partition(".mlp.experts.")
+        if not inside:
+            found[name.replace("mlp.gate.", f"{expert.split('.')[0]}.gate.")] = parameter.grad
+            continue
+        for number, grad in enumerate(parameter.grad):
+            parts = zip((gate, up), grad.chunk(2), strict=True) if which == "gate_up_proj" else [(down, grad)]
+            found |= {f"{layer}.{expert}.{number}.{part}.weight": rows for part, rows in parts}
+    return found
+
+
 def gradients_as_hf(model):
     parameters = dict(model.named_parameters())
     found = {}
-    for slot in slots(model.family, 1, 1):
+    for slot in slots(model.family, ParallelConfig()):
         names = (whole.name for whole in slot.whole)
         found |= dict(zip(names, slot.join([parameters[slot.parameter].grad]), strict=True))
     return found
@@ -135,9 +164,11 @@ def test_packed_groups_give_hugging_faces_logprobs_and_gradients(one_process, fo
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
     assert (entropy > 0).all()
     gradients = gradients_as_hf(model)
-    for name, parameter in reference.named_parameters():
-        scale = parameter.grad.abs().max().item()
-        torch.testing.assert_close(gradients[name], parameter.grad, atol=1e-4 * scale, rtol=0, msg=name)
+    wanted = hf_gradients(reference)
+    assert gradients.keys() == wanted.keys()
+    for name, gradient in wanted.items():
+        scale = gradient.abs().max().item()
+        torch.testing.assert_close(gradients[name], gradient, atol=1e-4 * scale, rtol=0, msg=name)
 
 
 def test_the_order_of_the_groups_does_not_matter(one_process, folder):

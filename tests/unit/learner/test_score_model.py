@@ -87,7 +87,7 @@ def test_scores_and_gradients_are_hugging_faces(one_process, folder):
     (found * slopes).sum().backward()
     parameters = dict(model.named_parameters())
     gradients = {}
-    for slot in slots(model.family, 1, 1):
+    for slot in slots(model.family, ParallelConfig()):
         names = (whole.name for whole in slot.whole)
         gradients |= dict(zip(names, slot.join([parameters[slot.parameter].grad]), strict=True))
     assert gradients.keys() == {name for name, _ in reference.named_parameters()}
