@@ -12,6 +12,7 @@ from pathlib import Path
 from launch.experiment import WholeExperiment, read
 from learner import budget, families
 from learner.budget import Machine, MicroBatch
+from learner.config import LearnerConfig
 from learner.families import Family
 from rollout.config import EngineConfig, runs_on_cpu
 
@@ -177,20 +178,21 @@ def _stage(
 ) -> RankKind:
     learner, machine = experiment.learner, machine_of(experiment, target.gpu)
     layout = learner.parallel
-    data = learner.processes // (layout.tensor * layout.pipeline)
-    count = budget.parameters(family, layout.tensor, layout.pipeline, stage)
-    shares = data if layout.distributed_optimizer else 1
+    count = budget.parameters(family, layout, stage)
     weights = float(count * machine.weight_bytes)
-    optimizer = budget.optimizer_bytes(count, machine.weight_bytes, shares)
+    parts = _optimizers(family, learner, stage)
+    optimizer = _optimizer_bytes(parts, machine)
     held = {"weights": weights, "gradients": float(count * budget.FLOAT32), "optimizer": optimizer}
     if learner.algorithm.kl.coefficient:
         held["reference model"] = weights
     value = families.read(learner.value.path, "score") if learner.value is not None else None
-    widest = count
+    gathered = [budget.gathered_optimizer_bytes(parts, target.gpu)]
     if value is not None:
-        widest = max(count, of_value := budget.parameters(value, layout.tensor, layout.pipeline, stage))
+        of_value = budget.parameters(value, layout, stage)
+        parts_of_value = _optimizers(value, learner, stage)
         held["value model"] = float(of_value * (machine.weight_bytes + budget.FLOAT32))
-        held["value model"] += budget.optimizer_bytes(of_value, machine.weight_bytes, shares)
+        held["value model"] += _optimizer_bytes(parts_of_value, machine)
+        gathered.append(budget.gathered_optimizer_bytes(parts_of_value, target.gpu))
     held["runtime (assumed)"] = RUNTIME_GIB["gpu" if target.gpu else "cpu"] * GIB
     training = budget.stage_activations(family, learner, stage, micro_batch_of(experiment), machine)
     moments = {"training": {k: float(v) for k, v in training.items()}}
@@ -202,10 +204,28 @@ def _stage(
     # A checkpoint is copied to the host before it is written.
     host = {"checkpoint": weights + optimizer} if target.gpu else {}
     if layout.distributed_optimizer:
-        gathered, beside = budget.gathered_optimizer_bytes(widest, data, target.gpu)
-        moments["checkpoint"] = {"gathered optimizer": gathered}
+        on_device, beside = max(gathered)
+        moments["checkpoint"] = {"gathered optimizer": on_device}
         host = {"checkpoint": weights + beside} if target.gpu else {}
     return RankKind(name, ranks, held, moments, host)
+
+
+def _optimizers(family: Family, learner: LearnerConfig, stage: int) -> list[tuple[int, int]]:
+    """Weights of each of Megatron's optimizers on one rank, and how many ranks share its state.
+
+    Experts have their own: a rank's are copied on those ranks of its stage alone that hold the same ones.
+    """
+    layout = learner.parallel
+    ranks = learner.processes // layout.pipeline
+    count, experts = budget.parameters(family, layout, stage), budget.expert_parameters(family, layout)
+    parts = [(count - experts, ranks // layout.tensor)]
+    if experts:
+        parts.append((experts, ranks // layout.expert))
+    return parts if layout.distributed_optimizer else [(weights, 1) for weights, _ in parts]
+
+
+def _optimizer_bytes(parts: list[tuple[int, int]], machine: Machine) -> float:
+    return sum(budget.optimizer_bytes(count, machine.weight_bytes, ranks) for count, ranks in parts)
 
 
 def _publishing(experiment: WholeExperiment, family: Family, gpu: bool) -> dict[str, float]:
@@ -213,7 +233,7 @@ def _publishing(experiment: WholeExperiment, family: Family, gpu: bool) -> dict[
     size = WEIGHT_BYTES[experiment.model.dtype]
     layout = experiment.learner.parallel
     largest = family.hidden * max(family.vocab, 2 * family.ffn) * size
-    copies = 2 if layout.tensor * layout.pipeline > 1 else 1
+    copies = 2 if layout.tensor * layout.pipeline * layout.expert > 1 else 1
     buckets = float(BUCKETS_IN_FLIGHT * _bucket_bytes(experiment, gpu))
     return {"publish buckets": buckets, "gathered tensor": float(copies * largest)}
 
@@ -229,7 +249,11 @@ def server_parameters(family: Family, engine: EngineConfig) -> int:
     head = family.head_dim * family.hidden
     kv_heads = max(1, family.kv_heads // tensor)
     attention = 2 * head * family.heads // tensor + 2 * head * kv_heads
-    layer = attention + 3 * family.hidden * family.ffn // tensor + 2 * family.hidden
+    mlps = 3 * family.hidden * family.ffn // tensor
+    if family.mixture is not None:
+        # Unless told otherwise vLLM cuts every expert, and keeps routers whole.
+        mlps = family.mixture.experts * (mlps + family.hidden)
+    layer = attention + mlps + 2 * family.hidden
     multiple = VLLM_VOCAB_MULTIPLE
     table = -(-family.vocab // multiple) * multiple * family.hidden // tensor
     tables = 1 if family.tied or pipeline > 1 else 2
@@ -276,8 +300,9 @@ def _server(experiment: WholeExperiment, family: Family, target: Target) -> Rank
 
 def _forward_pass(family: Family, engine: EngineConfig, element_bytes: int) -> int:
     """Hidden states and the MLP's inner ones of the largest pass, or the logits of every sequence."""
-    layer = (
-        VLLM_BATCHED_TOKENS * (4 * family.hidden + 3 * family.ffn // engine.tensor_parallel) * element_bytes
-    )
+    inner = 3 * family.ffn // engine.tensor_parallel
+    if family.mixture is not None:
+        inner = family.mixture.chosen * (inner + family.hidden)
+    layer = VLLM_BATCHED_TOKENS * (4 * family.hidden + inner) * element_bytes
     logits = engine.max_num_seqs * family.vocab * (element_bytes + 2 * budget.FLOAT32)
     return max(layer, logits)

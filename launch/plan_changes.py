@@ -66,11 +66,9 @@ def _learner_tries(plan: Plan) -> Iterator[Settings]:
     """From the cheapest: recomputing costs a third more arithmetic, a split costs communication, devices cost
     money."""
     learner, family = plan.experiment.learner, plan.family
-    tensors = [
-        n
-        for n in range(learner.parallel.tensor, MOST_TENSOR + 1)
-        if not (family.heads % n or family.kv_heads % n or family.ffn % n)
-    ]
+    tensors = [n for n in family.tensor_sizes(MOST_TENSOR) if n >= learner.parallel.tensor]
+    count = family.mixture.experts if family.mixture else 1
+    experts = [n for n in range(learner.parallel.expert, count + 1) if count % n == 0]
     pipelines = [n for n in range(learner.parallel.pipeline, family.layers + 1) if family.layers % n == 0]
     shortest = max(64, plan.experiment.model.max_length)
     budgets = [learner.tokens_per_microbatch]
@@ -78,25 +76,28 @@ def _learner_tries(plan: Plan) -> Iterator[Settings]:
         budgets.append(budgets[-1] // 2)
     times = [2**n for n in range(MOST_TIMES.bit_length()) if plan.target.gpu or n == 0]
     tries: list[tuple[float, Settings]] = []
-    for tensor, pipeline, recompute, (halvings, budget), sharded, more in itertools.product(
-        tensors, pipelines, (False, True), enumerate(budgets), (False, True), times
+    for tensor, pipeline, expert, recompute, (halvings, budget), sharded, more in itertools.product(
+        tensors, pipelines, experts, (False, True), enumerate(budgets), (False, True), times
     ):
         ranks = learner.processes * more
         wanted = {
             "learner.processes": (learner.processes, ranks),
             "learner.parallel.tensor": (learner.parallel.tensor, tensor),
             "learner.parallel.pipeline": (learner.parallel.pipeline, pipeline),
+            "learner.parallel.expert": (learner.parallel.expert, expert),
             "learner.parallel.distributed_optimizer": (learner.parallel.distributed_optimizer, sharded),
             "learner.recompute": (learner.recompute, recompute),
             "learner.tokens_per_microbatch": (learner.tokens_per_microbatch, budget),
         }
         turned_off = (learner.recompute, learner.parallel.distributed_optimizer) > (recompute, sharded)
         copies = ranks // (tensor * pipeline)
-        if ranks % (tensor * pipeline) or turned_off or copies > plan.experiment.buffer.groups_per_batch:
+        divided = not ranks % (tensor * pipeline) and not ranks // pipeline % expert
+        if not divided or turned_off or copies > plan.experiment.buffer.groups_per_batch:
             continue
         splits = 3.0 * (tensor / learner.parallel.tensor - 1) + 4.0 * (
             pipeline / learner.parallel.pipeline - 1
         )
+        splits += 0.25 * (expert / learner.parallel.expert - 1)
         cost = 2.0 * recompute + halvings + 0.5 * sharded + splits + 20.0 * (more.bit_length() - 1)
         tries.append((cost, {key: new for key, (old, new) in wanted.items() if new != old}))
     return (settings for _, settings in sorted(tries, key=lambda one: one[0]))

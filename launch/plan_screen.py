@@ -15,6 +15,7 @@ def print_plan(plan: Plan, console: Console) -> int:
     experiment, learner = plan.experiment, plan.experiment.learner
     layout, engine = learner.parallel, experiment.rollout.engine
     data = learner.processes // (layout.tensor * layout.pipeline)
+    experts = f", expert {layout.expert}" if plan.family.mixture else ""
     say = _quiet(console)
     say(
         f"[bold]{experiment.name}[/]: {plan.model_bytes / _per_element(plan) / 1e9:.2f} B parameters in "
@@ -22,7 +23,7 @@ def print_plan(plan: Plan, console: Console) -> int:
     )
     say(
         f"learner of {learner.processes} ranks (tensor {layout.tensor}, pipeline {layout.pipeline}, "
-        f"data {data}), micro-batches of {learner.tokens_per_microbatch} tokens; "
+        f"data {data}{experts}), micro-batches of {learner.tokens_per_microbatch} tokens; "
         f"{experiment.rollout.servers} servers of {engine.tensor_parallel * engine.pipeline_parallel} ranks"
     )
     console.print(_table(plan))

@@ -1,14 +1,16 @@
 """What one learner rank holds in memory, from shapes alone: no torch, no weights, no accelerator.
 
-Symbols: h hidden, f ffn, Q = heads · head size, K = key-value heads · head size, V vocabulary, t tensor size,
-p pipeline size; of the largest micro-batch S tokens, N targets. The counts of parameters are exact. The rest
-is what `learner/layers.py`, `attention.py`, `vocabulary.py` and Megatron's buffers allocate, read off their
-code; `benchmarks/plan_memory.py` compares it with what ranks really take.
+Symbols: h hidden, f ffn (of one expert, where there are some), Q = heads · head size, K = key-value heads ·
+head size, V vocabulary, t tensor size, p pipeline size; of the largest micro-batch S tokens, N targets. The
+counts of parameters are exact. The rest is what `learner/layers.py`, `attention.py`, `vocabulary.py` and
+Megatron's buffers allocate, read off their code; `benchmarks/plan_memory.py` compares it with what ranks
+really take.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from learner.config import LearnerConfig
+from learner.config import LearnerConfig, ParallelConfig
 from learner.families import Family
 
 FLOAT32 = 4
@@ -61,23 +63,37 @@ def largest_micro_batch(max_length: int, max_tokens: int, group_size: int, budge
 
 
 def layer_parameters(family: Family, tensor: int) -> int:
-    """Of one transformer layer on one tensor rank; norms are on every rank whole."""
+    """Of one transformer layer on one tensor rank but its experts; norms and routers are on every rank
+    whole."""
     queries, keys = family.heads * family.head_dim, family.kv_heads * family.head_dim
-    split = family.hidden * (queries + 2 * keys) + queries * family.hidden + 3 * family.hidden * family.ffn
+    split = family.hidden * (queries + 2 * keys) + queries * family.hidden
     if family.qkv_bias:
         split += queries + 2 * keys
-    norms = 2 * family.hidden + (2 * family.head_dim if family.qk_norm else 0)
-    return split // tensor + norms
+    whole = 2 * family.hidden + (2 * family.head_dim if family.qk_norm else 0)
+    if family.mixture is None:
+        split += 3 * family.hidden * family.ffn
+    else:
+        whole += family.mixture.experts * family.hidden
+    return split // tensor + whole
 
 
-def parameters(family: Family, tensor: int, pipeline: int, stage: int) -> int:
-    """Of one rank of a pipeline stage.
+def expert_parameters(family: Family, layout: ParallelConfig) -> int:
+    """Of one rank: the experts of its stage's layers that are its own, each whole."""
+    if family.mixture is None:
+        return 0
+    experts = family.mixture.experts // layout.expert * (family.layers // layout.pipeline)
+    return experts * 3 * family.hidden * family.ffn
+
+
+def parameters(family: Family, layout: ParallelConfig, stage: int) -> int:
+    """Of one rank of a pipeline stage, its experts too.
 
     The first stage has the embedding, the last the final norm and the output layer; tied embeddings lie once
     more on a last stage that is not the first. A score model has one row for an output layer.
     """
+    tensor, pipeline = layout.tensor, layout.pipeline
     table = family.padded_vocab(tensor) // tensor * family.hidden
-    count = layer_parameters(family, tensor) * (family.layers // pipeline)
+    count = layer_parameters(family, tensor) * (family.layers // pipeline) + expert_parameters(family, layout)
     if stage == 0:
         count += table
     if stage == pipeline - 1:
@@ -89,7 +105,7 @@ def parameters(family: Family, tensor: int, pipeline: int, stage: int) -> int:
 
 def whole_parameters(family: Family) -> int:
     """Of the model as it is published: tied embeddings once."""
-    return parameters(family, 1, 1, 0)
+    return parameters(family, ParallelConfig(), 0)
 
 
 def optimizer_bytes(count: int, weight_bytes: int, data: int) -> float:
@@ -102,16 +118,22 @@ def optimizer_bytes(count: int, weight_bytes: int, data: int) -> float:
     return count * (2 * FLOAT32 + master) / data
 
 
-def gathered_optimizer_bytes(count: int, data: int, gpu: bool) -> tuple[float, float]:
+def gathered_optimizer_bytes(parts: Sequence[tuple[int, int]], gpu: bool) -> tuple[float, float]:
     """What saving the distributed optimizer's state takes for a moment: on the device, and on a GPU's host.
 
     Megatron's `get_parameter_state_dp_zero`, as `learner/checkpoint.py` asks for it, collects one float32
     state after the other from the data-parallel ranks, through the device: this rank's share, everybody's,
     and, under NCCL, those once more in one piece. On the host all three states are kept, and their shares.
+
+    Args:
+        parts: For each optimizer, experts have one of their own, its weights and the ranks that share them.
+        gpu: Whether there is a device beside the host.
     """
-    share, whole = FLOAT32 * count / data, float(FLOAT32 * count)
-    host = 3 * whole + 3 * share
-    return (share + 2 * whole, host) if gpu else (host + 2 * whole, 0.0)
+    sizes = [(FLOAT32 * count / ranks, float(FLOAT32 * count)) for count, ranks in parts]
+    host = sum(3 * whole + 3 * share for share, whole in sizes)
+    if gpu:
+        return max(share + 2 * whole for share, whole in sizes), host
+    return host + max(2 * whole for _, whole in sizes), 0.0
 
 
 def layer_activations(family: Family, tensor: int, batch: MicroBatch, machine: Machine) -> int:
@@ -124,19 +146,43 @@ def layer_activations(family: Family, tensor: int, batch: MicroBatch, machine: M
     and f behind it. On a GPU, silu(gate) is kept too; on CPU it is computed again.
     """
     queries, keys = family.heads * family.head_dim // tensor, family.kv_heads * family.head_dim // tensor
-    ffn = family.ffn // tensor
-    per_token = 4 * family.hidden + 3 * queries + (4 if machine.gpu else 3) * ffn
+    per_token = 4 * family.hidden + 3 * queries
+    if family.mixture is None:
+        per_token += (4 if machine.gpu else 3) * family.ffn // tensor
     if family.qk_norm:
         # The norms' inputs: queries in a copy, keys within the whole projection.
         per_token += 2 * queries + 2 * keys
     numbers = batch.tokens * per_token + batch.keys * 2 * keys + batch.mask
     log_sums = batch.tokens * (family.heads // tensor) * FLOAT32
-    return numbers * machine.compute_bytes + log_sums
+    return numbers * machine.compute_bytes + log_sums + mixture_activations(family, tensor, batch, machine)
+
+
+def mixture_activations(family: Family, tensor: int, batch: MicroBatch, machine: Machine) -> int:
+    """Bytes that one layer's router and experts keep, if every rank's experts get equally many tokens.
+
+    Of each token the tensor rank gives away as many copies as experts are chosen, and gets as many from the
+    others. An expert keeps a copy as its input, h; both halves before the gate, silu(gate), the other half
+    once more, their product, and that weighed, 6·f in all. The router keeps its input in float32; for every
+    expert and token a probability, two where it is not renormalised, and whether it goes there; for every
+    copy its weight, twice, and two places of 8 bytes.
+    """
+    if family.mixture is None:
+        return 0
+    copies = batch.tokens * family.mixture.chosen // tensor
+    probabilities = 1 if family.mixture.renormalised else 2
+    routed = batch.tokens * family.mixture.experts * (probabilities * FLOAT32 + 1)
+    if machine.compute_bytes < FLOAT32:
+        routed += batch.tokens * family.hidden * FLOAT32
+    return copies * ((family.hidden + 6 * family.ffn) * machine.compute_bytes + 2 * FLOAT32 + 2 * 8) + routed
 
 
 def layer_workspace(family: Family, tensor: int, batch: MicroBatch, machine: Machine) -> int:
     """Gradients of activations at the widest place of a layer's backward pass: that of the gate."""
-    return batch.tokens * (2 * family.hidden + 4 * family.ffn // tensor) * machine.compute_bytes
+    if family.mixture is None:
+        widest = 4 * family.ffn // tensor
+    else:
+        widest = family.mixture.chosen * (family.hidden + 4 * family.ffn) // tensor
+    return batch.tokens * (2 * family.hidden + widest) * machine.compute_bytes
 
 
 def output_bytes(family: Family, tensor: int, batch: MicroBatch, machine: Machine) -> tuple[int, int]:

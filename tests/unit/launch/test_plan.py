@@ -12,7 +12,7 @@ from learner import budget, families
 from rollout.config import EngineConfig
 
 HOME = Path(__file__).parents[3]
-PRESETS = {"policy-7b": 8, "policy-70b": 32, "policy-175b": 256}
+PRESETS = {"policy-7b": 8, "policy-8x7b": 24, "policy-70b": 32, "policy-175b": 256}
 
 
 @pytest.fixture(autouse=True)
@@ -34,7 +34,8 @@ def test_a_preset_fits_its_devices(name, devices):
 
 
 @pytest.mark.parametrize(
-    ("shape", "billions"), [("llama-2-7b", 6.738), ("llama-2-70b", 68.977), ("gpt-175b", 175.2)]
+    ("shape", "billions"),
+    [("llama-2-7b", 6.738), ("mixtral-8x7b", 46.703), ("llama-2-70b", 68.977), ("gpt-175b", 175.2)],
 )
 def test_shapes_have_the_published_numbers_of_parameters(shape, billions):
     found = budget.whole_parameters(families.read(HOME / "configs/shapes" / shape))
@@ -56,6 +57,19 @@ def test_every_byte_of_a_weight_is_counted_once():
         "policy-7b", "learner.parallel.distributed_optimizer=false", "learner.parallel.tensor=1"
     ).kinds
     assert apart.held["optimizer"] == 12 * count
+
+
+def test_an_experts_optimizer_is_shared_by_the_ranks_that_hold_it():
+    """Of 32 ranks all hold the same dense weights, and 4 the same expert of every layer."""
+    experts = 32 * 3 * 4096 * 14336
+    whole = budget.whole_parameters(families.read("configs/shapes/mixtral-8x7b"))
+    settings = ("learner.processes=32", "learner.parallel.tensor=1", "learner.parallel.pipeline=1")
+    made = planned("policy-8x7b", *settings, "learner.parallel.distributed_optimizer=true")
+    (one, *_) = made.kinds
+    dense = whole - 8 * experts
+    assert one.held["weights"] == 2 * (dense + experts)
+    assert one.held["optimizer"] == 12 * (dense / 32 + experts / 4)
+    assert server_parameters(made.family, EngineConfig()) == whole
 
 
 def test_a_reference_model_is_held_beside_the_policy():

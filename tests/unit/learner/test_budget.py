@@ -5,7 +5,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    MixtralConfig,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 from buffer.records import Group, Trajectory
 from learner import budget, families, parallel
@@ -30,40 +37,51 @@ CONFIGS = {
     "qwen2": Qwen2Config(**SIZES),
     "qwen3-tied": Qwen3Config(**SIZES, head_dim=8, tie_word_embeddings=True),
 }
+MIXTURES = {
+    "mixtral": MixtralConfig(**SIZES, num_local_experts=4),
+    "qwen3-moe": Qwen3MoeConfig(
+        **SIZES, head_dim=8, num_experts=8, num_experts_per_tok=3, moe_intermediate_size=32
+    ),
+}
+ALL = CONFIGS | MIXTURES
 CPU = Machine(gpu=False, weight_bytes=4, compute_bytes=4)
 
 
 def family_of(name):
-    config = CONFIGS[name]
-    architecture = {"l": "LlamaForCausalLM", "q": f"Qwen{name[4]}ForCausalLM"}[name[0]]
+    config = ALL[name]
+    architecture = type(config).__name__.replace("Config", "ForCausalLM")
     return families.from_config(config.to_dict() | {"architectures": [architecture]}, name)
 
 
-@pytest.mark.parametrize("layout", [(1, 1), (2, 1), (4, 1), (1, 2), (2, 2), (2, 4)], ids=str)
+LAYOUTS = [(1, 1, 1), (2, 1, 1), (4, 1, 1), (1, 2, 1), (2, 2, 1), (2, 4, 1), (1, 1, 4), (2, 2, 2)]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_parameters_are_those_of_megatrons_model_on_every_rank(layout, monkeypatch):
     """Real models; only the group is torch's fake one, so that one process is each rank in turn."""
-    tensor, pipeline = layout
+    tensor, pipeline, expert = layout
+    world = max(tensor, expert) * pipeline
     new_group = dist.new_group
     # Megatron asks for gloo groups beside the default ones: those would look for the other processes.
     monkeypatch.setattr(dist, "new_group", lambda ranks=None, **_: new_group(ranks, backend="fake"))
-    monkeypatch.setenv("WORLD_SIZE", str(tensor * pipeline))
-    for rank in range(tensor * pipeline):
-        dist.init_process_group("fake", rank=rank, world_size=tensor * pipeline, store=FakeStore())
+    monkeypatch.setenv("WORLD_SIZE", str(world))
+    for rank in range(world):
+        dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
         try:
-            config = ParallelConfig(tensor=tensor, pipeline=pipeline)
+            config = ParallelConfig(tensor=tensor, pipeline=pipeline, expert=expert)
             parallel.initialize(config)
-            for name in CONFIGS:
+            for name in MIXTURES if expert > 1 else ALL:
                 family = family_of(name)
                 model = PolicyModel(family, family.transformer_config(config, torch.float32, False))
                 expected = sum(parameter.numel() for parameter in model.parameters())
-                assert budget.parameters(family, tensor, pipeline, parallel.pp_rank()) == expected, name
+                assert budget.parameters(family, config, parallel.pp_rank()) == expected, name
         finally:
             parallel.shutdown()
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", ALL)
 def test_the_published_model_has_as_many_parameters_as_hugging_faces(name):
-    expected = AutoModelForCausalLM.from_config(CONFIGS[name]).num_parameters()
+    expected = AutoModelForCausalLM.from_config(ALL[name]).num_parameters()
     assert budget.whole_parameters(family_of(name)) == expected
 
 
@@ -139,11 +157,11 @@ def kept_bytes(model, batch):
 
 
 @pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", ALL)
 @pytest.mark.parametrize(("prompt", "tokens"), [(40, 424), (400, 496)], ids=["together", "alone"])
 def test_activations_are_what_autograd_keeps(one_process, tmp_path, name, recompute, prompt, tokens):
     completion, size = 96, 4
-    AutoModelForCausalLM.from_config(CONFIGS[name]).save_pretrained(tmp_path)
+    AutoModelForCausalLM.from_config(ALL[name]).save_pretrained(tmp_path)
     model = build_model(tmp_path, ParallelConfig(), torch.float32, recompute)
     (batch, *_) = micro_batches(prompt, completion, size, tokens)
     largest = budget.largest_micro_batch(prompt + completion, completion, size, tokens)
