@@ -7,6 +7,8 @@ how far it is, so a worker extension adds one.
 """
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -110,12 +112,13 @@ class StagingEngine(WeightTransferEngine[StageOrder, LoadOrder]):
         manifest, stream = self._stager.staged(update_info.version)
         tied = bool(getattr(self.model_config.hf_text_config, "tie_word_embeddings", False))
         weights = (pair for pair in unpack(manifest, stream) if not (tied and pair[0] == "lm_head.weight"))
-        initialize_layerwise_reload(self.model)
-        try:
-            load: Any = self.model.load_weights
-            load(weights)
-        finally:  # also after an error: it puts every layer back together, fit to be loaded again
-            finalize_layerwise_reload(self.model, self.model_config)
+        with _experts_packed_anew(self.model, self.device):
+            initialize_layerwise_reload(self.model)
+            try:
+                load: Any = self.model.load_weights
+                load(weights)
+            finally:  # also after an error: it puts every layer back together, fit to be loaded again
+                finalize_layerwise_reload(self.model, self.model_config)
         if tied:
             self._refresh_tied_head()
 
@@ -148,6 +151,25 @@ class StagingEngine(WeightTransferEngine[StageOrder, LoadOrder]):
         head = getattr(self.model, "lm_head", None)
         if head is not None and hasattr(head, "cpu_linear"):
             head.quant_method.process_weights_after_loading(head)
+
+
+@contextmanager
+def _experts_packed_anew(model: torch.nn.Module, device: torch.device) -> Iterator[None]:
+    """Have experts that are loaded meanwhile packed for the CPU's kernel, as at the first load.
+
+    vLLM does that together with making the kernel, and skips both where there is one: it would read plain
+    weights as packed ones. So nothing is there while weights are loaded, and the same kernel afterwards.
+    """
+    layers = model.modules() if device.type == "cpu" else ()
+    methods: list[Any] = [getattr(layer, "quant_method", None) for layer in layers]
+    kernels = [(method, method.moe_kernel) for method in methods if getattr(method, "moe_kernel", None)]
+    for method, _ in kernels:
+        method.moe_kernel = None
+    try:
+        yield
+    finally:
+        for method, kernel in kernels:
+            method.moe_kernel = kernel
 
 
 class StagingExtension:

@@ -13,8 +13,10 @@ import sys
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the fork is the engine's process
 
 import vllm.model_executor.models.llama
+import vllm.model_executor.models.mixtral
 import vllm.model_executor.models.qwen2
 import vllm.model_executor.models.qwen3
+import vllm.model_executor.models.qwen3_moe
 import vllm.v1.engine.llm_engine
 import vllm.v1.worker.cpu_worker  # noqa: F401
 from vllm import LLM, SamplingParams

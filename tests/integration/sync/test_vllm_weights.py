@@ -49,6 +49,17 @@ def make_model(family: str, tied: bool, dtype: torch.dtype):
         "llama": (transformers.LlamaConfig, {}),
         "qwen2": (transformers.Qwen2Config, {}),
         "qwen3": (transformers.Qwen3Config, {"head_dim": 32}),
+        "mixtral": (transformers.MixtralConfig, {"num_local_experts": 4}),
+        "qwen3_moe": (
+            transformers.Qwen3MoeConfig,
+            {
+                "head_dim": 32,
+                "num_experts": 4,
+                "num_experts_per_tok": 2,
+                "moe_intermediate_size": 64,
+                "norm_topk_prob": True,
+            },
+        ),
     }[family]
     config = kind(
         vocab_size=512, hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4,
@@ -179,6 +190,7 @@ def programs(tmp_path_factory):
 CASES = [
     ("llama", True, "float32"), ("qwen3", False, "float32"),
     ("qwen2", True, "bfloat16"), ("llama", False, "bfloat16"),
+    ("qwen3_moe", False, "float32"),
 ]  # fmt: skip
 
 
