@@ -207,7 +207,7 @@ def announce(e: WholeExperiment, history: History, console: Console) -> None:
         "model": f"{e.model.path} · {e.model.dtype}, at most {e.model.max_length} tokens",
         "data": f"{data}",
         "training": f"{e.learner.steps} steps of {e.buffer.groups_per_batch} groups × {e.rollout.group_size} "
-        f"completions · {e.learner.algorithm.advantage}, staleness at most {e.buffer.max_staleness}",
+        f"completions · {e.learner.algorithm.told}, staleness at most {e.buffer.max_staleness}",
         "rewards": " + ".join(f"{r.weight:g} · {name}" for name, r in e.rollout.rewards.items() if r.weight),
         "services": f"buffer, {servers}, {scorers}{ranks} on {device}",
         "logs": f"{e.run_dir}/logs",

@@ -138,12 +138,12 @@ def machine_of(experiment: WholeExperiment, gpu: bool) -> Machine:
 
 
 def micro_batch_of(experiment: WholeExperiment) -> MicroBatch:
-    return budget.largest_micro_batch(
-        experiment.model.max_length,
-        experiment.rollout.sampling.max_tokens,
-        experiment.rollout.group_size,
-        experiment.learner.tokens_per_microbatch,
-    )
+    length, completion = experiment.model.max_length, experiment.rollout.sampling.max_tokens
+    size, tokens = experiment.rollout.group_size, experiment.learner.tokens_per_microbatch
+    if experiment.learner.algorithm.loss == "dpo":
+        # Its pairs need a group whole, however long.
+        tokens = max(tokens, length + (size - 1) * completion)
+    return budget.largest_micro_batch(length, completion, size, tokens)
 
 
 def _learner(experiment: WholeExperiment, family: Family, target: Target) -> list[RankKind]:
@@ -183,7 +183,7 @@ def _stage(
     parts = _optimizers(family, learner, stage)
     optimizer = _optimizer_bytes(parts, machine)
     held = {"weights": weights, "gradients": float(count * budget.FLOAT32), "optimizer": optimizer}
-    if learner.algorithm.kl.coefficient:
+    if learner.algorithm.needs_reference:
         held["reference model"] = weights
     value = families.read(learner.value.path, "score") if learner.value is not None else None
     gathered = [budget.gathered_optimizer_bytes(parts, target.gpu)]

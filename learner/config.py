@@ -7,12 +7,8 @@ from pydantic import AfterValidator, ConfigDict, Field, model_validator
 from buffer.config import BufferConfig
 from buffer.dotted import named
 from buffer.experiment import Experiment, LoggingConfig, ModelConfig, Section
+from learner.algorithm import AlgorithmConfig
 from sync.config import SyncConfig
-
-
-def _changed(section: Section, *keys: str) -> list[str]:
-    """Which of the keys differ from their defaults; a resolved file names every key, the defaults too."""
-    return sorted(k for k in keys if getattr(section, k) != type(section).model_fields[k].default)
 
 
 class ParallelConfig(Section):
@@ -45,110 +41,6 @@ class OptimizerConfig(Section):
         if self.min_lr > self.lr:
             raise ValueError(f"min_lr {self.min_lr:g} is above lr {self.lr:g}; expected at most lr")
         return self
-
-
-class CorrectionConfig(Section):
-    """What is done about ρ = π_proximal / π_behavior, the distance between learner and sampling policy."""
-
-    kind: Literal["decoupled", "bypass"] = "decoupled"
-    """decoupled: PPO's ratio is to the proximal policy and ρ weighs it (arXiv 2110.00641); bypass:
-    PPO's ratio is to the behavior policy and there is no ρ."""
-    mask_low: float = Field(default=0.5, ge=0)
-    mask_high: float = Field(default=5.0, gt=0)
-    """Tokens whose ρ lies outside [mask_low, mask_high] are not trained."""
-    veto: float = Field(default=1e-4, ge=0)
-    """A sequence with any token whose ρ is below this is not trained; 0 never vetoes."""
-
-    @model_validator(mode="after")
-    def _trains_something(self) -> Self:
-        idle = _changed(self, "mask_low", "mask_high", "veto")
-        if self.kind == "bypass" and idle:
-            raise ValueError(f"kind bypass has no ρ, so {', '.join(idle)} would do nothing; remove it")
-        if not self.mask_low <= 1 <= self.mask_high or self.veto >= 1:
-            raise ValueError(
-                f"mask [{self.mask_low:g}, {self.mask_high:g}] and veto {self.veto:g} would not train "
-                "a token with ρ = 1; expected mask_low ≤ 1 ≤ mask_high and veto < 1"
-            )
-        return self
-
-
-Estimator = Literal["k1", "k2", "k3"]
-
-
-class KLConfig(Section):
-    """Distance to the frozen reference model, the initial policy."""
-
-    coefficient: float = Field(default=0.0, ge=0)
-    """0 loads no reference model; where `target` is set, the coefficient of the first step."""
-    placement: Literal["loss", "reward"] = "loss"
-    """A term of the loss, or taken off the reward of every token."""
-    estimator: Estimator | None = None
-    """null: k3 in the loss, k1 in the reward."""
-    target: float | None = Field(default=None, gt=0)
-    """Nats of one completion, summed over its tokens, that the coefficient is moved to hold (arXiv
-    1909.08593, section 2.2); null keeps the coefficient."""
-    horizon: float = Field(default=10000.0, gt=0)
-    """Completions over which the coefficient changes by at most a factor of about e^0.2."""
-
-    @property
-    def estimate(self) -> Estimator:
-        return self.estimator or ("k3" if self.placement == "loss" else "k1")
-
-    @model_validator(mode="after")
-    def _works(self) -> Self:
-        idle = _changed(self, "placement", "target", "horizon")
-        if not self.coefficient and idle:
-            raise ValueError(f"coefficient 0 stays 0, so {', '.join(idle)} would do nothing")
-        if self.target is None and _changed(self, "horizon"):
-            raise ValueError("without target the coefficient is fixed, so horizon would do nothing")
-        if self.placement == "reward" and self.estimate != "k1":
-            raise ValueError(
-                f"estimator {self.estimate} is never negative: taken off the reward it also punishes what "
-                "the policy gives less than the reference, and drives it further off; use k1, or the loss"
-            )
-        return self
-
-
-ADVANTAGES = ("grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "gae")
-LOSSES = ("ppo", "reinforce")
-
-
-class AlgorithmConfig(Section):
-    advantage: Annotated[str, AfterValidator(named(*ADVANTAGES))] = "grpo"
-    """grpo, dr_grpo, rloo, reinforce_plus_plus, gae, or `package.module:function` of your own, called as
-    f(rewards of one group) -> as many advantages."""
-    reward_clip: float | None = Field(default=None, gt=0)
-    """Rewards are clipped to [-reward_clip, reward_clip] before anything else; null leaves them."""
-    loss: Annotated[str, AfterValidator(named(*LOSSES))] = "ppo"
-    """ppo, reinforce, or `package.module:function` of your own, called as f(logprobs, old_logprobs, batch) ->
-    the loss of every token."""
-    clip_low: float = Field(default=0.2, ge=0)
-    clip_high: float = Field(default=0.2, ge=0)
-    """PPO's ratio is clipped to [1 - clip_low, 1 + clip_high]."""
-    aggregate: Literal["token", "sequence", "constant"] = "token"
-    """Loss is the mean over the batch's trained tokens; the mean over sequences of each one's token mean; or
-    the sum divided by sequences · model.max_length (Dr.GRPO, arXiv 2503.20783)."""
-    correction: CorrectionConfig = CorrectionConfig()
-    kl: KLConfig = KLConfig()
-    entropy: float = Field(default=0.0, ge=0)
-    """Coefficient of the entropy bonus."""
-
-    @model_validator(mode="after")
-    def _uses_what_is_set(self) -> Self:
-        idle = _changed(self, "clip_low", "clip_high")
-        if self.loss != "ppo" and idle:
-            raise ValueError(f"loss {self.loss} does not clip by it, so {', '.join(idle)} would do nothing")
-        if self.kl.placement == "reward" and self.advantage not in ("gae", "reinforce_plus_plus"):
-            raise ValueError(
-                f"kl.placement reward makes a reward for every token, and advantage {self.advantage} "
-                "compares one number of each completion; use gae, reinforce_plus_plus, or kl.placement loss"
-            )
-        return self
-
-    @property
-    def per_token(self) -> bool:
-        """Whether the tokens of one completion differ in their advantage."""
-        return self.advantage == "gae" or self.kl.placement == "reward"
 
 
 class ValueConfig(Section):
@@ -210,8 +102,8 @@ class TrainingConfig(Section):
 
 
 class LearnerConfig(TrainingConfig):
-    """A group larger than `tokens_per_microbatch` is split between its completions; a longer completion goes
-    alone."""
+    """A group larger than `tokens_per_microbatch` is split between its completions, but under loss dpo, whose
+    pairs need it whole; a longer completion goes alone, and so does such a group."""
 
     steps: int = Field(default=100, ge=1)
     """Policy versions to make."""
@@ -271,6 +163,11 @@ class LearnerExperiment(Experiment):
     @model_validator(mode="after")
     def _parts_agree(self) -> Self:
         advantage, size = self.learner.algorithm.advantage, self.rollout.group_size
+        if size == 1 and self.learner.algorithm.loss == "dpo":
+            raise ValueError(
+                "learner.algorithm.loss=dpo compares the completions of one prompt in pairs, and "
+                "rollout.group_size=1 has no pair; take 2 or more"
+            )
         if size == 1 and advantage in ("grpo", "dr_grpo", "rloo"):
             raise ValueError(
                 f"learner.algorithm.advantage={advantage} compares the completions of one prompt, and "

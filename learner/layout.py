@@ -87,16 +87,25 @@ def fill(segments: Sequence[list[R]], tokens_per_microbatch: int) -> list[list[l
     One longer than the budget gets a micro-batch of its own. The same for the same arguments: Python's sort
     is stable, so equal lengths stay in order.
     """
+    return fill_together([[segment] for segment in segments], tokens_per_microbatch)
+
+
+def fill_together(bundles: Sequence[list[list[R]]], tokens_per_microbatch: int) -> list[list[list[R]]]:
+    """As `fill`, of bundles of segments that must lie in the same micro-batch."""
     bins: list[tuple[int, list[list[R]]]] = []
-    for segment in sorted(segments, key=segment_length, reverse=True):
-        length = segment_length(segment)
+    for bundle in sorted(bundles, key=_bundle_length, reverse=True):
+        length = _bundle_length(bundle)
         home = next((i for i, (used, _) in enumerate(bins) if used + length <= tokens_per_microbatch), None)
         if home is None:
-            bins.append((length, [segment]))
+            bins.append((length, bundle))
         else:
             used, held = bins[home]
-            bins[home] = (used + length, [*held, segment])
+            bins[home] = (used + length, [*held, *bundle])
     return [held for _, held in bins]
+
+
+def _bundle_length(bundle: Sequence[Sequence[Row]]) -> int:
+    return sum(segment_length(segment) for segment in bundle)
 
 
 def lay_out(segments: Sequence[Sequence[Row]], at_target: bool = False) -> Layout:

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from buffer.dotted import resolve
-from learner.config import AlgorithmConfig, Estimator
+from learner.algorithm import AlgorithmConfig, Estimator
 from learner.corrections import bypass, decoupled, log_ratio, ratio, refuse_non_finite
 from learner.packing import MicroBatch
+from learner.preference import PAIR_SUMS, over_pairs, pair_loss, sum_by_response
 
 Metrics = dict[str, Tensor]
 METRICS = (
@@ -22,6 +23,8 @@ METRICS = (
     "reference_kl", "reference_k1", "tokens", "loss", "rho_max",
 )  # fmt: skip
 """They add up, but for `rho_max`, of which the largest counts."""
+PAIR_METRICS = tuple(dict.fromkeys((*METRICS, *PAIR_SUMS)))
+"""Of online DPO."""
 VALUE_METRICS = ("loss", "clipped", "tokens")
 LARGEST_ERROR = 0.2
 """How far off its target, as a share of it, the adaptive coefficient takes the divergence to be at most."""
@@ -37,6 +40,20 @@ class Denominators:
     """Trajectories with at least one trained token."""
     max_length: int
     """Longest sequence there may be, in tokens."""
+    groups: float = 0.0
+    """Groups with two different rewards; of online DPO, which trains on no others."""
+    tied_groups: float = 0.0
+    """Of online DPO: the others."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ranking:
+    """What `sequence_index` counts, B completions, as online DPO compares them."""
+
+    rewards: Tensor
+    """float64 [B]: total rewards."""
+    groups: Tensor
+    """int64 [B]: which group each belongs to."""
 
 
 def objective(
@@ -91,21 +108,72 @@ def objective(
         metrics["reference_k1"] = kl(logprobs, batch.reference_logprobs, "k1")
     loss = aggregate(per_token, batch.weights, sequences, algorithm.aggregate, total)
     metrics |= {
+        "entropy": entropy,
+        "clipped": clipped.float() * correction.keep,
+        "masked": correction.masked.float(),
+        "vetoed": correction.vetoed.float(),
+    }
+    return loss, _summed(loss, log_rho, metrics, batch)
+
+
+def pair_objective(
+    logprobs: Tensor,
+    entropy: Tensor,
+    batch: MicroBatch,
+    algorithm: AlgorithmConfig,
+    total: Denominators,
+    ranking: Ranking,
+) -> tuple[Tensor, Metrics]:
+    """Online DPO: a micro-batch's part of the loss over pairs, and its part of PAIR_METRICS.
+
+    A completion's value is Σ log π / π_ref over its trained tokens; every ordered pair of a group's
+    completions whose rewards differ is a preference (arXiv 2305.18290, equation 7, on pairs as in
+    arXiv 2402.04792). The behavior logprobs are only measured: no ratio to them is in the loss.
+
+    Args:
+        logprobs: float32 [N], log π of the targets at the sampling temperature.
+        entropy: float32 [N], measured too.
+        batch: With reference logprobs; every group in it is whole.
+        total: With its number of groups.
+        ranking: Of all completions that `batch.sequence_index` may name.
+
+    Raises:
+        NonFiniteLogprob: Names whose logprob it is, and where.
+    """
+    behavior, reference = batch.behavior_logprobs, batch.reference_logprobs
+    assert reference is not None
+    for values, whose in ((behavior, "behavior"), (logprobs, "learner"), (reference, "reference")):
+        refuse_non_finite(values, whose, batch.sequence_index, batch.target_ids)
+    found, responses = torch.unique(batch.sequence_index, return_inverse=True)
+    values = sum_by_response((logprobs - reference) * batch.weights, responses, len(found))
+    rewards, groups = ranking.rewards[found], ranking.groups[found]
+    loss, pair_sums = over_pairs(values, rewards, groups, pair_loss(algorithm.dpo), total.groups)
+    nothing = torch.zeros_like(entropy)
+    metrics: Metrics = {
+        "reference_kl": kl(logprobs, reference, algorithm.kl.estimate),
+        "reference_k1": kl(logprobs, reference, "k1"),
+        "entropy": entropy,
+        **dict.fromkeys(("clipped", "masked", "vetoed"), nothing),
+    }
+    return loss, _summed(loss, log_ratio(logprobs.detach(), behavior), metrics, batch) | pair_sums
+
+
+def _summed(loss: Tensor, log_rho: Tensor, per_token: Metrics, batch: MicroBatch) -> Metrics:
+    """METRICS of a micro-batch, from what is known of its tokens."""
+    rho = log_rho.exp()
+    metrics: Metrics = {
         "rho": rho,
         "rho_squares": rho**2,
         "behavior_k1": -log_rho,
         # expm1 keeps the digits that rho - 1 loses when the policies agree.
         "behavior_k3": torch.expm1(log_rho) - log_rho,
-        "entropy": entropy,
-        "clipped": clipped.float() * correction.keep,
-        "masked": correction.masked.float(),
-        "vetoed": correction.vetoed.float(),
         "tokens": torch.ones_like(rho),
+        **per_token,
     }
     sums = {name: (values.detach() * batch.weights).double().sum() for name, values in metrics.items()}
     sums["rho_max"] = (rho * batch.weights).max().double()
     sums["loss"] = loss.detach().double()
-    return loss, sums
+    return sums
 
 
 def ppo(

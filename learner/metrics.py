@@ -76,6 +76,10 @@ class StepReport:
     grad_norms: list[float] = field(default_factory=list)
     skipped: int = 0
     """Optimizer steps not made because the gradient's norm was not finite."""
+    beta: float | None = None
+    """Of online DPO; None under another loss."""
+    tied_groups: int = 0
+    """Those without a pair, under online DPO."""
     forward_backward_seconds: float = 0.0
     optimizer_seconds: float = 0.0
 
@@ -119,7 +123,22 @@ class StepReport:
             "time/forward_backward": self.forward_backward_seconds,
             "time/optimizer": self.optimizer_seconds,
             **(self.value.row() if self.value is not None else {}),
+            **(pair_row(of, self.tied_groups, self.beta) if self.beta is not None else {}),
         }
+
+
+def pair_row(sums: dict[str, float], tied: int, beta: float) -> Row:
+    """Of online DPO: how the policy orders the batch's pairs, by β Σ log π / π_ref; None of no pair."""
+    pairs = int(sums.get("pairs", 0.0))
+    preferred, other, correct = (sums.get(n, 0.0) / max(pairs, 1) for n in ("preferred", "other", "correct"))
+    told = {
+        "dpo/accuracy": correct,
+        "dpo/margin": beta * (preferred - other),
+        "dpo/chosen": beta * preferred,
+        "dpo/rejected": beta * other,
+    }
+    counts = {"dpo/pairs": pairs, "dpo/groups_without_pair": tied}
+    return counts | (told if pairs else dict.fromkeys(told))
 
 
 def effective_share(sums: dict[str, float]) -> float | None:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from buffer.records import Group, Trajectory
-from learner.layout import Layout, Row, empty_layout, fill, lay_out, segment_length, shallow
+from learner.layout import Layout, Row, empty_layout, fill, fill_together, lay_out, segment_length, shallow
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +47,7 @@ def pack(
     advantages: Sequence[NDArray[np.floating]],
     tokens_per_microbatch: int,
     only_moving: bool = False,
+    whole_groups: bool = False,
 ) -> list[MicroBatch]:
     """Lay the groups out in as few micro-batches as first-fit decreasing finds.
 
@@ -56,6 +57,7 @@ def pack(
         tokens_per_microbatch: Budget of S. A group beyond it is split between completions, with the prompt
             repeated; a single trajectory beyond it gets a micro-batch of its own.
         only_moving: Leave out trajectories of advantage 0, whose policy loss has no gradient.
+        whole_groups: A group lies wholly in one micro-batch, however long it is.
 
     Returns:
         The same micro-batches in the same order for the same arguments.
@@ -63,9 +65,14 @@ def pack(
     Raises:
         ValueError: A trajectory whose first token is marked as sampled, or arrays of unequal length.
     """
-    whole = _segments(groups, advantages, only_moving)
-    segments = [part for segment in whole for part in _split(segment, tokens_per_microbatch)]
-    return [_micro_batch(held) for held in fill(segments, tokens_per_microbatch)]
+    by_group = _segments(groups, advantages, only_moving)
+    if whole_groups:
+        filled = fill_together([segments for segments in by_group if segments], tokens_per_microbatch)
+    else:
+        whole = [segment for segments in by_group for segment in segments]
+        split = [part for segment in whole for part in _split(segment, tokens_per_microbatch)]
+        filled = fill(split, tokens_per_microbatch)
+    return [_micro_batch(held) for held in filled]
 
 
 def empty() -> MicroBatch:
@@ -78,9 +85,9 @@ def empty() -> MicroBatch:
 
 def _segments(
     groups: Sequence[Group], advantages: Sequence[NDArray[np.floating]], only_moving: bool
-) -> list[list[_Row]]:
-    """The shard's trajectories, those of one group with the same prompt, token for token, together."""
-    segments: list[list[_Row]] = []
+) -> list[list[list[_Row]]]:
+    """Each group's trajectories, those with the same prompt, token for token, together."""
+    segments: list[list[list[_Row]]] = []
     sequence = 0
     for group, values in zip(groups, advantages, strict=True):
         by_prompt: dict[bytes, list[_Row]] = {}
@@ -89,7 +96,7 @@ def _segments(
             sequence += 1
             if row is not None and (value or not only_moving):
                 by_prompt.setdefault(row.prompt.tobytes(), []).append(row)
-        segments.extend(by_prompt.values())
+        segments.append([*by_prompt.values()])
     return segments
 
 

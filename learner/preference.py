@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from learner.algorithm import PairLossConfig
+
 PAIR_SUMS = ("loss", "pairs", "correct", "preferred", "other")
 """What `over_pairs` sums."""
 
@@ -98,6 +100,11 @@ def dpo(beta: float, label_smoothing: float = 0.0) -> PairLoss:
 def ipo(beta: float) -> PairLoss:
     """(d − 1 / 2β)², with d the difference of log π / π_ref (arXiv 2310.12036, equation 17; β is its τ)."""
     return lambda difference: (difference - 1 / (2 * beta)) ** 2
+
+
+def pair_loss(config: PairLossConfig) -> PairLoss:
+    """The configured one of the two above."""
+    return ipo(config.beta) if config.loss == "ipo" else dpo(config.beta, config.label_smoothing)
 
 
 def sum_by_response(values: Tensor, responses: Tensor, count: int) -> Tensor:

@@ -143,10 +143,10 @@ def _build(experiment: LearnerExperiment) -> Any:
 
 
 def _reference(experiment: LearnerExperiment) -> Any | None:
-    """The initial policy, frozen; None when the loss has no distance to it."""
+    """The initial policy, frozen; None when the loss does not look at it."""
     from megatron.core.utils import get_model_config
 
-    if not experiment.learner.algorithm.kl.coefficient:
+    if not experiment.learner.algorithm.needs_reference:
         return None
     model = _build(experiment).requires_grad_(False)
     prepare_schedule(get_model_config(model))

@@ -21,7 +21,17 @@ from learner import collectives, parallel
 from learner.advantages import Moments, Rewards, advantages, clipped, moments
 from learner.config import LearnerExperiment
 from learner.critic import Critic
-from learner.losses import METRICS, Denominators, Metrics, adapted, kl, objective
+from learner.losses import (
+    METRICS,
+    PAIR_METRICS,
+    Denominators,
+    Metrics,
+    Ranking,
+    adapted,
+    kl,
+    objective,
+    pair_objective,
+)
 from learner.metrics import StepReport, ValueReport
 from learner.optimizer import Trainable, apply_gradients, learning_rate, set_rates
 from learner.packing import MicroBatch, empty, pack
@@ -35,8 +45,8 @@ class _Part:
 
     micro_batches: list[MicroBatch]
     total: Denominators
-    scores: Tensor
-    """float64, on this rank's device: the rewards that `sequence_index` counts."""
+    ranking: Ranking
+    """Of what `sequence_index` counts, on this rank's device."""
 
     def fill(self, name: str, found: list[Tensor]) -> None:
         """Put what a model found into that field of every micro-batch; nothing but on the last stage."""
@@ -56,7 +66,7 @@ class Updater:
         critic: Critic | None = None,
     ) -> None:
         """Args:
-        reference: The frozen model of the KL term; None when its coefficient is 0.
+        reference: The frozen model of the KL term, or of DPO; None where the loss has neither.
         critic: Of advantage gae.
         """
         self._experiment = experiment
@@ -92,12 +102,14 @@ class Updater:
         self._fill_logprobs(parts)
         rate = learning_rate(learner.optimizer, shard.index, learner.steps)
         set_rates(self._trainable.optimizer, rate, learner.optimizer)
-        report = StepReport(lr=rate, kl_coefficient=self._kl_coefficient)
+        beta = self._algorithm.dpo.beta if self._compares_pairs else None
+        report = StepReport(lr=rate, kl_coefficient=self._kl_coefficient, beta=beta)
         if self._critic is not None:
             report.value = self._critic.begin(shard.index)
         if self._algorithm.per_token:
             self._estimate(parts, report.value)
         for part in parts:
+            report.tied_groups += int(part.total.tied_groups)
             if not part.total.tokens:
                 continue
             sums = self._forward_backward(part)
@@ -118,8 +130,11 @@ class Updater:
         learner, algorithm = self._experiment.learner, self._algorithm
         given = [np.array([t.reward for t in g.trajectories], np.float64) for g in shard.groups]
         rewards = clipped(given, algorithm.reward_clip)
-        batch = Moments(*collectives.sum_over_data(astuple(moments(rewards))))
-        values = advantages(algorithm.advantage, rewards, batch)
+        if self._compares_pairs:
+            values = [has_pair(g, r) for g, r in zip(shard.groups, rewards, strict=True)]
+        else:
+            batch = Moments(*collectives.sum_over_data(astuple(moments(rewards))))
+            values = advantages(algorithm.advantage, rewards, batch)
         digests = [_digest(g) for g in shard.groups]
         homes = update_of_groups(collectives.digests_over_data(digests), learner.updates_per_batch)
         parts = []
@@ -130,29 +145,40 @@ class Updater:
             # tokens of different advantages it has, and a loss of the user's may.
             own = is_dotted(algorithm.loss)
             only_moving = not (algorithm.kl.coefficient or algorithm.entropy or algorithm.per_token or own)
-            budget = learner.tokens_per_microbatch
-            micro_batches = pack(groups, [values[i] for i in mine], budget, only_moving)
-            scores = _scores([rewards[i] for i in mine])
-            parts.append(_Part(equal_counts(micro_batches, empty()), self._denominators(groups), scores))
+            budget, chosen = learner.tokens_per_microbatch, [values[i] for i in mine]
+            micro_batches = pack(groups, chosen, budget, only_moving, whole_groups=self._compares_pairs)
+            ranking = _ranking([rewards[i] for i in mine])
+            total = self._denominators(groups, chosen)
+            parts.append(_Part(equal_counts(micro_batches, empty()), total, ranking))
         return parts
 
-    def _denominators(self, groups: list[Group]) -> Denominators:
-        """Of all trained tokens, also those whose loss is zero without being computed."""
-        counts = [int(t.loss_mask.sum()) for group in groups for t in group.trajectories]
-        tokens, sequences = collectives.sum_over_data([sum(counts), sum(n > 0 for n in counts)])
-        return Denominators(tokens, sequences, self._experiment.model.max_length)
+    def _denominators(self, groups: list[Group], values: list[Rewards]) -> Denominators:
+        """Of all trained tokens, also those whose loss is zero without being computed; of online DPO, of the
+        groups that have a pair."""
+        paired = [g for g, v in zip(groups, values, strict=True) if v.any()] if self._compares_pairs else []
+        counted = paired if self._compares_pairs else groups
+        counts = [int(t.loss_mask.sum()) for group in counted for t in group.trajectories]
+        tied = len(groups) - len(paired)
+        found = collectives.sum_over_data([sum(counts), sum(n > 0 for n in counts), len(paired), tied])
+        tokens, sequences, *pairing = found
+        return Denominators(tokens, sequences, self._experiment.model.max_length, *pairing)
 
     def _fill_logprobs(self, parts: list[_Part]) -> None:
         """Those of the reference and of the proximal policy, where they are needed before the updates."""
         models = {}
         if self._reference is not None:
             models["reference_logprobs"] = self._reference
-        # With one update the training pass itself is the proximal policy's.
-        if self._experiment.learner.updates_per_batch > 1 or self._rewards_proximal:
+        # With one update the training pass itself is the proximal policy's; DPO has none in its loss.
+        several = self._experiment.learner.updates_per_batch > 1 and not self._compares_pairs
+        if several or self._rewards_proximal:
             models["proximal_logprobs"] = self._trainable.model
         for name, model in models.items():
             for part in parts:
                 part.fill(name, target_logprobs(model, part.micro_batches, self._temperature))
+
+    @property
+    def _compares_pairs(self) -> bool:
+        return self._algorithm.loss == "dpo"
 
     @property
     def _rewards_proximal(self) -> bool:
@@ -169,7 +195,7 @@ class Updater:
                 part.fill("old_values", self._critic.values(part.micro_batches))
         if parallel.is_last_stage():
             for part in parts:
-                part.micro_batches = [self._estimated(m, part.scores) for m in part.micro_batches]
+                part.micro_batches = [self._estimated(m, part.ranking.rewards) for m in part.micro_batches]
         all_of_them = [m for part in parts for m in part.micro_batches]
         found = [token_moments((m.advantages, m.weights) for m in all_of_them)]
         valued = [(m.returns, m.old_values, m.weights) for m in all_of_them]
@@ -217,6 +243,8 @@ class Updater:
         in_loss = self._kl_coefficient if self._algorithm.kl.placement == "loss" else 0.0
 
         def measure(batch: MicroBatch, output: tuple[Tensor, Tensor]) -> tuple[Tensor, Metrics]:
+            if self._compares_pairs:
+                return pair_objective(*output, batch, self._algorithm, part.total, part.ranking)
             return objective(*output, batch, self._algorithm, part.total, in_loss)
 
         self._trainable.model.zero_grad_buffer()
@@ -224,7 +252,7 @@ class Updater:
         model, temperature = self._trainable.model, self._temperature
         balance = self._experiment.learner.expert_balance
         found = run_schedule(model, part.micro_batches, measure, False, temperature, balance)
-        return reduce_sums(found, METRICS)
+        return reduce_sums(found, PAIR_METRICS if self._compares_pairs else METRICS)
 
 
 def update_of_groups(digests: Iterable[bytes], updates: int) -> dict[bytes, int]:
@@ -236,10 +264,18 @@ def update_of_groups(digests: Iterable[bytes], updates: int) -> dict[bytes, int]
     return {digest: place * updates // len(ordered) for place, digest in enumerate(ordered)}
 
 
-def _scores(rewards: list[Rewards]) -> Tensor:
+def has_pair(group: Group, rewards: Rewards) -> Rewards:
+    """1 for every trajectory of a group of which two with a trained token differ in their rewards, else 0."""
+    compared = {r for t, r in zip(group.trajectories, rewards.tolist(), strict=True) if t.loss_mask.any()}
+    return np.full_like(rewards, len(compared) > 1)
+
+
+def _ranking(rewards: list[Rewards]) -> Ranking:
     # An empty micro-batch counts from 0 too, so there is always one.
     joined = np.concatenate(rewards) if rewards else np.zeros(1)
-    return torch.from_numpy(joined).to(parallel.device())
+    groups = np.repeat(np.arange(len(rewards)), [len(r) for r in rewards]) if rewards else np.zeros(1, int)
+    device = parallel.device()
+    return Ranking(torch.from_numpy(joined).to(device), torch.from_numpy(groups).to(device))
 
 
 def _digest(group: Group) -> bytes:

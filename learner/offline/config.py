@@ -5,6 +5,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from buffer.experiment import DataConfig, Experiment, LoggingConfig, ModelConfig, PromptSource, Section
+from learner.algorithm import PairLossConfig
 from learner.config import TrainingConfig
 
 
@@ -20,22 +21,10 @@ class RewardConfig(Section):
     kind: Literal["reward"]
 
 
-class DpoConfig(Section):
+class DpoConfig(PairLossConfig):
     """Prefer the better response, measured from the initial model."""
 
     kind: Literal["dpo"]
-    loss: Literal["sigmoid", "ipo"] = "sigmoid"
-    """sigmoid: DPO (arXiv 2305.18290); ipo: squared distance to a margin of 1 / 2β (arXiv 2310.12036)."""
-    beta: float = Field(default=0.1, gt=0)
-    """How strongly the policy is held to the reference."""
-    label_smoothing: float = Field(default=0.0, ge=0, lt=0.5)
-    """Chance that a preference is the wrong way round (cDPO); for the sigmoid loss."""
-
-    @model_validator(mode="after")
-    def _uses_what_is_set(self) -> Self:
-        if self.loss == "ipo" and self.label_smoothing:
-            raise ValueError("loss ipo has no labels to smooth; remove label_smoothing or take loss sigmoid")
-        return self
 
 
 StageConfig = Annotated[SftConfig | RewardConfig | DpoConfig, Field(discriminator="kind")]

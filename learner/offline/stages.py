@@ -13,7 +13,7 @@ from learner.families import Head
 from learner.offline.config import DpoConfig, RewardConfig, SftConfig
 from learner.offline.encoding import Encoded
 from learner.offline.packing import ExampleBatch
-from learner.preference import PAIR_SUMS, bradley_terry, dpo, ipo, over_pairs, sum_by_response
+from learner.preference import PAIR_SUMS, bradley_terry, over_pairs, pair_loss, sum_by_response
 
 Row = dict[str, Any]
 
@@ -103,7 +103,7 @@ class Dpo(Preferences):
 
     def __init__(self, config: DpoConfig) -> None:
         self._beta = config.beta
-        self._loss = ipo(config.beta) if config.loss == "ipo" else dpo(config.beta, config.label_smoothing)
+        self._loss = pair_loss(config)
 
     def objective(self, output: Any, batch: ExampleBatch, total: float) -> tuple[Tensor, dict[str, Tensor]]:
         logprobs, _entropy = output

@@ -90,6 +90,16 @@ def test_a_value_model_is_held_and_trained_beside_the_policy():
     assert with_value.moments["training of the value model"]
 
 
+def test_online_dpo_has_a_reference_and_whole_groups():
+    settings = ("rollout.group_size=8", "rollout.sampling.max_tokens=512", "model.max_length=1024")
+    plain, pairs = (planned("policy-7b", *settings, *more) for more in ((), ("learner.algorithm.loss=dpo",)))
+    assert pairs.kinds[0].held["reference model"] == pairs.kinds[0].held["weights"]
+    assert "reference model" not in plain.kinds[0].held
+    tight = ("learner.algorithm.loss=dpo", "learner.tokens_per_microbatch=1024")
+    small = planned("policy-7b", *settings, *tight)
+    assert micro_batch_of(small.experiment).tokens == 512 + 8 * 512
+
+
 def test_a_value_model_computes_no_logits():
     experiment = planned("policy-7b", "learner.recompute=false").experiment
     batch, machine = micro_batch_of(experiment), machine_of(experiment, gpu=True)

@@ -118,3 +118,36 @@ def test_the_estimator_follows_its_place(tmp_path):
         (tmp_path / "c.yaml").write_text(yaml.safe_dump({**BASE, "learner": kl(placement=placement)}))
         read = load(tmp_path / "c.yaml", [], LearnerExperiment)
         assert read.learner.algorithm.kl.estimate == expected
+
+
+@pytest.mark.parametrize(
+    ("setting", "reason"),
+    [
+        ({"advantage": "rloo"}, "advantage would do nothing with loss dpo: dpo compares the completions"),
+        ({"clip_high": 0.3}, "clip_high would do nothing with loss dpo"),
+        ({"aggregate": "sequence"}, "aggregate would do nothing with loss dpo"),
+        ({"correction": {"kind": "bypass"}}, "no ratio to the sampling policy"),
+        ({"kl": {"coefficient": 0.1}}, "dpo.beta is what holds the policy to the reference"),
+        ({"entropy": 0.01}, "entropy would do nothing"),
+    ],
+)
+def test_online_dpo_refuses_what_it_does_not_use(refusal, setting, reason):
+    assert reason in refusal(learner={"algorithm": {"loss": "dpo", **setting}})
+
+
+def test_online_dpo_needs_pairs_and_is_alone_with_its_settings(refusal):
+    text = refusal(rollout={"group_size": 1}, learner={"algorithm": {"loss": "dpo"}})
+    assert "rollout.group_size=1 has no pair" in text
+    assert "loss ppo compares no pairs, so dpo would do nothing" in refusal(
+        learner={"algorithm": {"dpo": {"beta": 0.5}}}
+    )
+    smoothed = {"loss": "dpo", "dpo": {"loss": "ipo", "label_smoothing": 0.1}}
+    assert "no labels to smooth" in refusal(learner={"algorithm": smoothed})
+
+
+def test_online_dpo_reads_back_as_it_was_resolved(tmp_path):
+    """A resolved file names every key, the defaults too."""
+    (tmp_path / "c.yaml").write_text(yaml.safe_dump({**BASE, "learner": {"algorithm": {"loss": "dpo"}}}))
+    read = load(tmp_path / "c.yaml", [], LearnerExperiment)
+    (tmp_path / "c.yaml").write_text(yaml.safe_dump(read.model_dump(mode="json")))
+    assert load(tmp_path / "c.yaml", [], LearnerExperiment).learner.algorithm.needs_reference

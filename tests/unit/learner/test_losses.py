@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from learner.config import AlgorithmConfig
+from learner.algorithm import AlgorithmConfig
 from learner.corrections import NonFiniteLogprob, ratio
 from learner.losses import Denominators, aggregate, kl, objective, ppo
 from learner.packing import MicroBatch, empty

@@ -65,6 +65,18 @@ def test_a_value_model_has_its_own_numbers_and_no_other_run_has_them():
     assert not any(key.startswith("value/") for key in StepReport(lr=0.1).row())
 
 
+def test_online_dpo_tells_its_pairs_and_no_other_run_has_them():
+    report = StepReport(lr=0.1, beta=0.5, tied_groups=3)
+    report.add(sums(10.0, pairs=6.0, correct=4.5, preferred=12.0, other=-6.0), 1.0, True)
+    report.add(sums(10.0, pairs=2.0, correct=1.5, preferred=4.0, other=-2.0), 1.0, True)
+    row = report.row()
+    assert (row["dpo/pairs"], row["dpo/groups_without_pair"], row["dpo/accuracy"]) == (8, 3, 0.75)
+    assert (row["dpo/chosen"], row["dpo/rejected"], row["dpo/margin"]) == (1.0, -0.5, 1.5)
+    empty = StepReport(lr=0.1, beta=0.5, tied_groups=6).row()
+    assert (empty["dpo/pairs"], empty["dpo/accuracy"], empty["dpo/margin"]) == (0, None, None)
+    assert not any(key.startswith("dpo/") for key in StepReport(lr=0.1).row())
+
+
 def test_effective_share_is_one_for_equal_weights_and_one_over_n_for_a_single_one():
     assert effective_share({"rho": 6.0, "rho_squares": 12.0, "tokens": 3.0}) == pytest.approx(1.0)
     assert effective_share({"rho": 5.0, "rho_squares": 25.0, "tokens": 4.0}) == pytest.approx(0.25)

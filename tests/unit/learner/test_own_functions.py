@@ -10,7 +10,7 @@ from buffer.dotted import is_dotted, resolve
 from buffer.records import Batch, Group, Trajectory
 from configs.custom import anneal, brevity, cispo
 from learner.advantages import advantages, moments
-from learner.config import AlgorithmConfig
+from learner.algorithm import AlgorithmConfig
 from learner.losses import Denominators, objective
 from learner.packing import pack
 

@@ -187,3 +187,14 @@ def test_trajectories_without_advantage_can_be_left_out_and_keep_the_others_numb
     assert batch.target_ids.tolist() == [5, 7, 8] or batch.target_ids.tolist() == [7, 8, 5]
     assert sorted(batch.sequence_index.tolist()) == [1, 2, 2]
     assert pack(groups, [np.zeros(2), np.zeros(1)], 64, only_moving=True) == []
+
+
+@settings(max_examples=100, deadline=None)
+@given(shards(), st.integers(4, 60))
+def test_whole_groups_lie_in_one_micro_batch_each_and_are_trained_all_the_same(groups, budget):
+    batches = pack(groups, values(groups), budget, whole_groups=True)
+    assert sorted(c for b in batches for c in contexts(b)) == sorted(expected(groups))
+    owner = [number for number, g in enumerate(groups) for _ in g.trajectories]
+    found = [{owner[s] for s in b.sequence_index.tolist()} for b in batches]
+    assert sum(map(len, found)) == len(set().union(*found))
+    assert all(b.num_tokens <= budget or len(own) == 1 for b, own in zip(batches, found, strict=True))
