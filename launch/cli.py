@@ -246,11 +246,17 @@ def hf_to_megatron(
 
 
 @convert.command()
-def megatron_to_hf(checkpoint: Checkpoint, target: Target, model: Model = None, dtype: Dtype = None) -> None:
+def megatron_to_hf(
+    checkpoint: Checkpoint,
+    target: Target,
+    model: Model = None,
+    dtype: Dtype = None,
+    averaged: Annotated[bool, typer.Option(help="The moving average of a run with learner.ema.")] = False,
+) -> None:
     """A Hugging Face folder, from any checkpoint."""
     from learner import conversion
 
-    conversion.megatron_to_hf(checkpoint, target, model, dtype)
+    conversion.megatron_to_hf(checkpoint, target, model, dtype, averaged)
     typer.echo(f"written: {target}")
 
 

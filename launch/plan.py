@@ -183,6 +183,8 @@ def _stage(
     parts = _optimizers(family, learner, stage)
     optimizer = _optimizer_bytes(parts, machine)
     held = {"weights": weights, "gradients": float(count * budget.FLOAT32), "optimizer": optimizer}
+    if learner.ema is not None:
+        held["average (EMA)"] = sum(number * budget.FLOAT32 / sharing for number, sharing in parts)
     if learner.algorithm.needs_reference:
         held["reference model"] = weights
     value = families.read(learner.value.path, "score") if learner.value is not None else None

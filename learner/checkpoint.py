@@ -1,8 +1,9 @@
 """Checkpoints in Megatron's own distributed format, complete or not there at all.
 
     run_dir/checkpoints/step-000010/   Megatron's files, rng-<rank>.safetensors, value/ with the value model's
-                                       where there is one, and meta.json, written last: step, layout, dtype,
-                                       config digest, and every file's size and digest
+                                       and ema/ with the averaged weights where there are any, and meta.json,
+                                       written last: step, layout, dtype, config digest, and every file's size
+                                       and digest
 
 A checkpoint is written under a temporary name, synced to disk and renamed; a resume takes the newest one
 whose files are all as meta.json says. It loads under another tensor, pipeline or data-parallel layout.
@@ -21,7 +22,7 @@ from safetensors import SafetensorError
 from torch.distributed.checkpoint.api import CheckpointException
 
 from learner import collectives, optimizer_resume, parallel
-from learner.checkpoint_files import META, VALUE, DamagedCheckpoint, complete, read_meta, verify
+from learner.checkpoint_files import EMA, META, VALUE, DamagedCheckpoint, complete, read_meta, verify
 from learner.optimizer import Trainable
 
 logger = logging.getLogger(__name__)
@@ -94,10 +95,11 @@ class Checkpoints:
         dist.barrier()
         _write_without_a_manager()
         for folder, part in _parts(temporary, trainable, value):
-            if parallel.rank() == 0:
-                folder.mkdir(exist_ok=True)
-            dist.barrier()
+            _make(folder)
             dist_checkpointing.save(self._state(part, loading=False), str(folder))
+        if trainable.ema is not None:
+            _make(temporary / EMA)
+            dist_checkpointing.save(trainable.ema.sharded_state(loading=False), str(temporary / EMA))
         _save_generators(temporary)
         dist.barrier()
 
@@ -175,6 +177,15 @@ class Checkpoints:
                 f"{path}: written without a value model, this run has learner.value; "
                 "set it back, or start again in another run_dir"
             )
+        if trainable.ema is not None:
+            if not (path / EMA).is_dir():
+                raise ValueError(
+                    f"{path}: written without an average of the weights, this run has learner.ema; "
+                    "set it back, or start again in another run_dir"
+                )
+            trainable.ema.load(
+                dist_checkpointing.load(trainable.ema.sharded_state(loading=True), str(path / EMA))
+            )
         for folder, part in _parts(path, trainable, value):
             if self._setup.distributed_optimizer:
                 optimizer_resume.prepare(part.optimizer)
@@ -231,6 +242,13 @@ def _write_without_a_manager() -> None:
 def _parts(path: Path, trainable: Trainable, value: Trainable | None) -> list[tuple[Path, Trainable]]:
     """What lies where in a checkpoint."""
     return [(path, trainable)] if value is None else [(path, trainable), (path / VALUE, value)]
+
+
+def _make(folder: Path) -> None:
+    """Collective."""
+    if parallel.rank() == 0:
+        folder.mkdir(exist_ok=True)
+    dist.barrier()
 
 
 def _unwrapped(trainable: Trainable) -> Any:

@@ -12,6 +12,8 @@ from typing import Any
 META = "meta.json"
 VALUE = "value"
 """The folder of the value model, in a checkpoint of a run that has one."""
+EMA = "ema"
+"""The folder of the averaged weights, likewise."""
 
 
 class DamagedCheckpoint(ValueError):

@@ -67,6 +67,13 @@ class CheckpointConfig(Section):
     """Write the trained model as a Hugging Face folder at the end."""
 
 
+class EmaConfig(Section):
+    """The moving average of the trained weights, which is written to RUN_DIR/ema_model at the end."""
+
+    decay: float = Field(default=0.992, gt=0, lt=1)
+    """How much of the average stays at each optimizer step; 0.992 is DeepSpeed-Chat's."""
+
+
 class TrainingConfig(Section):
     """What every training job has, of reinforcement learning and of the offline stages."""
 
@@ -83,6 +90,8 @@ class TrainingConfig(Section):
     (arXiv 2101.03961, equation 4); 0, as is usual in reinforcement learning, adds none."""
     parallel: ParallelConfig = ParallelConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
+    ema: EmaConfig | None = None
+    """null keeps no average."""
     checkpoint: CheckpointConfig = CheckpointConfig()
 
     @model_validator(mode="after")

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from learner import families
-from learner.checkpoint_files import VALUE, check, complete, named_meta
+from learner.checkpoint_files import EMA, VALUE, check, complete, named_meta
 from learner.config import ParallelConfig
 from learner.families import Family
 from learner.megatron_folder import (
@@ -66,7 +66,11 @@ def hf_to_megatron(source: Path, target: Path, layout: ParallelConfig, dtype: st
 
 
 def megatron_to_hf(
-    checkpoint: Path, target: Path, model: Path | None = None, dtype: str | None = None
+    checkpoint: Path,
+    target: Path,
+    model: Path | None = None,
+    dtype: str | None = None,
+    averaged: bool = False,
 ) -> None:
     """Write a checkpoint's weights as a Hugging Face folder.
 
@@ -74,14 +78,18 @@ def megatron_to_hf(
         checkpoint: Of a run or of `hf_to_megatron`; under whatever layout it was written.
         model: Folder with the config and the tokenizer; None takes the one that meta.json names.
         dtype: Torch's name; None keeps the checkpoint's.
+        averaged: Instead of the weights their moving average, of a run with `learner.ema`.
 
     Raises:
-        ValueError: It is no checkpoint, is damaged, or does not fit the model's config, or `target` exists.
+        ValueError: It is no checkpoint, is damaged, has no average, or does not fit the model's config, or
+            `target` exists.
     """
     _refuse_existing(target)
     source = _model_folder(checkpoint, model)
     family, meta = families.read(source), check(checkpoint)
-    folder = MegatronFolder(checkpoint, family)
+    if averaged and not (checkpoint / EMA).is_dir():
+        raise ValueError(f"{checkpoint}: no average of the weights in it; its run had no learner.ema")
+    folder = MegatronFolder(checkpoint / EMA if averaged else checkpoint, family)
     specs: list[TensorSpec] = []
     for name, shape in (whole for slot in slots(family, ParallelConfig()) for whole in slot.whole):
         folder.check(name, shape)
@@ -115,6 +123,9 @@ def reshard(checkpoint: Path, target: Path, layout: ParallelConfig, model: Path 
     ranks = _recut(StoredTensors(checkpoint), family, layout)
     with _whole_or_not_at_all(target) as temporary:
         write_checkpoint(temporary, ranks, checkpoint / COMMON)
+        if (checkpoint / EMA).is_dir():
+            # It loads under every layout as it is.
+            shutil.copytree(checkpoint / EMA, temporary / EMA)
         # No data size fits it: the generators' states are of the old layout's ranks and are left behind.
         facts = {k: v for k, v in meta.items() if k != "files"} | {"data": None}
         complete(temporary, target, facts | _sizes(layout))

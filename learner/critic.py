@@ -12,7 +12,7 @@ from torch import Tensor
 from learner.config import ValueConfig
 from learner.losses import VALUE_METRICS, Denominators, Metrics, value_objective
 from learner.metrics import ValueReport
-from learner.optimizer import Trainable, apply_gradients, learning_rate, set_rates
+from learner.optimizer import Trainable, learning_rate, set_rates
 from learner.packing import MicroBatch
 from learner.passes import reduce_sums, run_schedule
 
@@ -55,6 +55,6 @@ class Critic:
         self.trainable.optimizer.zero_grad()
         found = run_schedule(self.trainable.model, micro_batches, measure, False)
         sums = reduce_sums(found, VALUE_METRICS)
-        norm, made = apply_gradients(self.trainable.optimizer, self.config.optimizer.clip_grad)
+        norm, made = self.trainable.step(self.config.optimizer.clip_grad)
         report.add(sums, norm, made)
         report.seconds += time.perf_counter() - started

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 from learner import optimizer_resume, parallel
-from learner.config import OptimizerConfig, ParallelConfig
+from learner.config import EmaConfig, OptimizerConfig, ParallelConfig
+from learner.ema import Ema
 from learner.slots import Slot, slots
 
 logger = logging.getLogger(__name__)
@@ -24,9 +25,20 @@ class Trainable:
     """Megatron's DistributedDataParallel around the policy."""
     optimizer: Any
     """Megatron's; fp32 master weights where the policy is bfloat16."""
+    ema: Ema | None = None
+    """The average of the weights, where one is kept."""
+
+    def step(self, clip_grad: float) -> tuple[float, bool]:
+        """`apply_gradients`, and one step of the average if it was made."""
+        norm, made = apply_gradients(self.optimizer, clip_grad)
+        if made and self.ema is not None:
+            self.ema.update()
+        return norm, made
 
 
-def make_trainable(model: Any, config: OptimizerConfig, layout: ParallelConfig) -> Trainable:
+def make_trainable(
+    model: Any, config: OptimizerConfig, layout: ParallelConfig, ema: EmaConfig | None = None
+) -> Trainable:
     """Wrap a policy for training. Collective over all ranks."""
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
@@ -64,7 +76,7 @@ def make_trainable(model: Any, config: OptimizerConfig, layout: ParallelConfig) 
         ),
         [wrapped],
     )
-    return Trainable(wrapped, optimizer)
+    return Trainable(wrapped, optimizer, Ema(wrapped, optimizer, ema.decay) if ema is not None else None)
 
 
 def _mark_split_parameters(model: Any) -> None:

@@ -70,8 +70,7 @@ def serve(experiment: LearnerExperiment, connect: Connect, open_sender: OpenSend
             return
         learner = experiment.learner
         if learner.checkpoint.export:
-            target = Path(experiment.run_dir) / "model"
-            convert.save_hf(flow.trainable.model.module, experiment.model.path, target)
+            export(experiment, flow.trainable)
             if (value := flow.updater.value_trainable) and learner.value:
                 target = Path(experiment.run_dir) / "value_model"
                 convert.save_hf(value.model.module, learner.value.path, target)
@@ -113,7 +112,7 @@ def _assemble(
     if learner.init_from and parallel.rank() == 0:
         check(Path(learner.init_from))
         logger.info("the weights start from %s", learner.init_from)
-    trainable = make_trainable(_build(experiment), learner.optimizer, learner.parallel)
+    trainable = make_trainable(_build(experiment), learner.optimizer, learner.parallel, learner.ema)
     critic = _critic(experiment, trainable)
     updater = Updater(experiment, trainable, _reference(experiment), critic)
     checkpoints = Checkpoints(run_dir, learner.checkpoint.keep, checkpoint_setup(experiment))
@@ -174,6 +173,15 @@ def _critic(experiment: LearnerExperiment, policy: Trainable) -> Critic | None:
         )
     trainable = make_trainable(model, learner.value.optimizer, learner.parallel)
     return Critic(learner.value, trainable, learner.steps)
+
+
+def export(experiment: LearnerExperiment | OfflineExperiment, trainable: Trainable) -> None:
+    """Write the trained model, and the average of its weights where there is one, as Hugging Face folders."""
+    run_dir, source, model = Path(experiment.run_dir), experiment.model.path, trainable.model.module
+    convert.save_hf(model, source, run_dir / "model")
+    if trainable.ema is not None:
+        with trainable.ema.in_place():
+            convert.save_hf(model, source, run_dir / "ema_model")
 
 
 def checkpoint_setup(experiment: LearnerExperiment | OfflineExperiment) -> Setup:

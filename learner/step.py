@@ -33,7 +33,7 @@ from learner.losses import (
     pair_objective,
 )
 from learner.metrics import StepReport, ValueReport
-from learner.optimizer import Trainable, apply_gradients, learning_rate, set_rates
+from learner.optimizer import Trainable, learning_rate, set_rates
 from learner.packing import MicroBatch, empty, pack
 from learner.passes import equal_counts, reduce_sums, run_schedule, target_logprobs
 from learner.returns import gae, token_moments, token_rewards, whiten
@@ -115,7 +115,7 @@ class Updater:
             sums = self._forward_backward(part)
             report.forward_backward_seconds += time.perf_counter() - started
             started = time.perf_counter()
-            norm, made = apply_gradients(self._trainable.optimizer, learner.optimizer.clip_grad)
+            norm, made = self._trainable.step(learner.optimizer.clip_grad)
             report.add(sums, norm, made)
             report.trained_tokens += int(part.total.tokens)
             report.completions += int(part.total.sequences)

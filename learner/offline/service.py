@@ -10,7 +10,7 @@ import torch
 
 from buffer.experiment import DataConfig
 from buffer.stream import open_stream
-from learner import convert, parallel
+from learner import parallel
 from learner.checkpoint import Checkpoints
 from learner.metrics import Journal
 from learner.offline.config import HeldOutConfig, OfflineExperiment
@@ -21,7 +21,7 @@ from learner.offline.reporting import OfflineReporter
 from learner.offline.stages import Stage, make_stage
 from learner.offline.trainer import Prepared, Trainer
 from learner.optimizer import make_trainable, prepare_schedule
-from learner.service import checkpoint_setup, threads
+from learner.service import checkpoint_setup, export, threads
 from learner.stop import StopFlag
 
 logger = logging.getLogger(__name__)
@@ -53,8 +53,7 @@ def serve(experiment: OfflineExperiment) -> None:
             logger.info("stopped after step %d: the same command goes on from there", parts.step)
             return
         if experiment.learner.checkpoint.export:
-            target = Path(experiment.run_dir) / "model"
-            convert.save_hf(parts.trainable.model.module, experiment.model.path, target)
+            export(experiment, parts.trainable)
         logger.info("finished after step %d", parts.step)
 
 
@@ -66,7 +65,7 @@ def _assemble(experiment: OfflineExperiment, stop: StopFlag, stack: ExitStack) -
     rows = open_stream(experiment.data, experiment.seed, experiment.stage.kind)
     feed = ExampleFeed(rows, encoder, stage, learner.batch_size, experiment.data.epochs)
     steps = min(n for n in (learner.steps, feed.steps()) if n is not None)
-    trainable = make_trainable(_build(experiment, stage), learner.optimizer, learner.parallel)
+    trainable = make_trainable(_build(experiment, stage), learner.optimizer, learner.parallel, learner.ema)
     trainer = Trainer(learner, stage, trainable, _reference(experiment, stage), steps)
     held_out = experiment.eval and _held_out(experiment, experiment.eval, encoder, stage, trainer)
     checkpoints = Checkpoints(run_dir, learner.checkpoint.keep, checkpoint_setup(experiment))

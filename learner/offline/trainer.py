@@ -14,7 +14,7 @@ from learner.offline.config import OfflineLearnerConfig
 from learner.offline.encoding import Encoded
 from learner.offline.packing import ExampleBatch, empty, pack
 from learner.offline.stages import Row, Stage
-from learner.optimizer import Trainable, apply_gradients, learning_rate, set_rates
+from learner.optimizer import Trainable, learning_rate, set_rates
 from learner.passes import equal_counts, reduce_sums, run_schedule, target_logprobs
 
 
@@ -79,7 +79,7 @@ class Trainer:
         self._trainable.model.zero_grad_buffer()
         self._trainable.optimizer.zero_grad()
         row |= self._measured(prepared, forward_only=False)
-        norm, made = apply_gradients(self._trainable.optimizer, optimizer.clip_grad)
+        norm, made = self._trainable.step(optimizer.clip_grad)
         return row | {"grad_norm": norm, "skipped_updates": int(not made)}
 
     def evaluate(self, held_out: Prepared) -> Row:

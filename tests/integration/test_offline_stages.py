@@ -59,6 +59,7 @@ class Run:
                 "parallel": layout,
                 "optimizer": {"lr": lr, "schedule": "cosine", "warmup_steps": 2},
                 "checkpoint": {"every": 2, "keep": 2},
+                **({"ema": {"decay": 0.5}} if kind == "dpo" else {}),
                 **learner,
             },
             "eval": {"source": {"kind": "jsonl", "path": str(data / f"{rows}-held-out.jsonl")}},
@@ -330,8 +331,10 @@ def test_a_killed_stage_goes_on_exactly(one):
     for a, b in zip(one["resumed"].rows, one["dpo"].rows, strict=True):
         for key in ("step", "loss", "grad_norm", "margin", "eval/loss", "lr", "tokens"):
             assert a.get(key) == b.get(key), (a["step"], key)
-    whole, resumed = (load_file(one[n].model / "model.safetensors") for n in ("dpo", "resumed"))
-    assert all(torch.equal(whole[name], resumed[name]) for name in whole)
+    for folder in ("model", "ema_model"):
+        files = (one[n].folder / "run" / folder / "model.safetensors" for n in ("dpo", "resumed"))
+        whole, resumed = map(load_file, files)
+        assert all(torch.equal(whole[name], resumed[name]) for name in whole)
 
 
 def test_the_command_tells_a_bad_row_by_its_place_and_once_mended_trains_to_a_report(data, tmp_path):
