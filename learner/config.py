@@ -60,11 +60,22 @@ class ValueConfig(Section):
 
 
 class CheckpointConfig(Section):
-    every: int = Field(default=10, ge=1)
-    """Steps between checkpoints; the last step always has one."""
+    every: int | None = Field(default=10, ge=1)
+    """Steps between checkpoints; null leaves it to `every_s`. The last step always has one."""
+    every_s: float | None = Field(default=None, gt=0)
+    """Seconds after the last one, at which the step that is being made gets one too; by rank 0's clock."""
     keep: int = Field(default=2, ge=1)
     export: bool = True
     """Write the trained model as a Hugging Face folder at the end."""
+
+    @model_validator(mode="after")
+    def _comes(self) -> Self:
+        if self.every is None and self.every_s is None:
+            raise ValueError(
+                "neither every nor every_s says when one is written, so a run that dies would start again; "
+                "set one of them"
+            )
+        return self
 
 
 class EmaConfig(Section):

@@ -13,6 +13,7 @@ from learner.metrics import StepReport
 from learner.optimizer import Trainable
 from learner.publishing import Publishing
 from learner.reporting import Reporter
+from learner.schedule import CheckpointSchedule
 from learner.step import Updater
 from learner.stop import StopFlag
 
@@ -45,6 +46,7 @@ class Flow:
         self._checkpoints = checkpoints
         self._reporter = reporter
         self._stop = stop
+        self._schedule = CheckpointSchedule(experiment.learner.checkpoint)
         self._saved = version
         self._frontier = 0
         self.interrupted = False
@@ -108,7 +110,7 @@ class Flow:
 
     def save_due(self) -> bool:
         """Whether `learner.checkpoint` wants one of this version."""
-        return self.version % self.experiment.learner.checkpoint.every == 0 or self.version == self.steps
+        return self._schedule.is_due(self.version, last=self.version == self.steps)
 
     def save(self) -> None:
         """Checkpoint, and let the buffer forget what no resume can ask for any more."""
@@ -117,6 +119,7 @@ class Flow:
             self._checkpoints.save(self.version, self.trainable, updater.position(), updater.value_trainable)
             self._feed.committed(self._checkpoints.safe_step())
             self._saved = self.version
+            self._schedule.saved()
 
     def report(self, batch: Batch, report: StepReport, **numbers: float) -> None:
         """Write the step's line of metrics, with more numbers of one's own."""

@@ -9,6 +9,7 @@ from learner.offline.feed import ExampleFeed
 from learner.offline.reporting import OfflineReporter
 from learner.offline.trainer import Prepared, Trainer
 from learner.optimizer import Trainable
+from learner.schedule import CheckpointSchedule
 from learner.stop import StopFlag
 
 
@@ -22,6 +23,7 @@ class OfflineParts:
     feed: ExampleFeed
     held_out: Prepared | None
     checkpoints: Checkpoints
+    schedule: CheckpointSchedule
     reporter: OfflineReporter
     stop: StopFlag
     step: int
@@ -54,7 +56,7 @@ def train(parts: OfflineParts) -> bool:
         if parts.step == parts.steps or is_due(parts):
             row |= evaluation(parts)
         parts.reporter.write(parts.step, parts.steps, row, share)
-        if parts.step % parts.experiment.learner.checkpoint.every == 0 or parts.step == parts.steps:
+        if parts.schedule.is_due(parts.step, last=parts.step == parts.steps):
             with parts.reporter.timed("checkpoint"):
                 saved = save(parts)
     if saved != parts.step:
@@ -83,4 +85,5 @@ def evaluation(parts: OfflineParts) -> dict[str, object]:
 def save(parts: OfflineParts) -> int:
     """Checkpoint model, optimizer and the place in the data."""
     parts.checkpoints.save(parts.step, parts.trainable, parts.feed.position)
+    parts.schedule.saved()
     return parts.step

@@ -21,6 +21,7 @@ from learner.offline.reporting import OfflineReporter
 from learner.offline.stages import Stage, make_stage
 from learner.offline.trainer import Prepared, Trainer
 from learner.optimizer import make_trainable, prepare_schedule
+from learner.schedule import CheckpointSchedule
 from learner.service import checkpoint_setup, export, threads
 from learner.stop import StopFlag
 
@@ -80,8 +81,9 @@ def _assemble(experiment: OfflineExperiment, stop: StopFlag, stack: ExitStack) -
         journal = Journal(run_dir, experiment.logging.tensorboard, step or -1)
     reporter = OfflineReporter(journal)
     stack.callback(reporter.close)
+    schedule = CheckpointSchedule(learner.checkpoint)
     return OfflineParts(
-        experiment, trainable, trainer, feed, held_out, checkpoints, reporter, stop, step, steps
+        experiment, trainable, trainer, feed, held_out, checkpoints, schedule, reporter, stop, step, steps
     )
 
 
