@@ -74,6 +74,10 @@ def _text(row: Row) -> Example:
     return Example(text[: text.rindex(f"{ASSISTANT} ") + len(ASSISTANT) + 1], (), (), row)
 
 
+def _document(row: Row) -> Example:
+    return Example(row["text"], (), (), row)
+
+
 def _query(row: Row) -> Example:
     query = row["query"]
     if not isinstance(query, str):
@@ -174,6 +178,8 @@ ADAPTERS: Mapping[str, Adapter] = {
     for adapter in (
         Adapter("prompt", ("prompt",), _plain, also=("answer", "metadata"), rank=1),
         Adapter("text", ("text",), _text, rank=0),
+        # Told from `text` by the stage alone: only pretraining takes it where the config says `auto`.
+        Adapter("document", ("text",), _document, rank=-1),
         Adapter("query", ("query",), _query, rank=0),
         Adapter("query-response", ("query", "response"), _answered("query")),
         Adapter("prompt-response", ("prompt", "response"), _answered("prompt")),

@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
-Stage = Literal["sft", "reward", "dpo", "rl"]
+Stage = Literal["sft", "reward", "dpo", "rl", "pretraining"]
 STAGES: tuple[Stage, ...] = get_args(Stage)
 
 
@@ -50,7 +50,7 @@ class Example:
 
     def fitted(self, stage: Stage) -> "Example":
         """What a stage trains on: no response for `rl`; the best scored one for `sft`; all of them, with
-        their scores, for `reward` and `dpo`.
+        their scores, for `reward` and `dpo`; for `pretraining` a text, which is the prompt.
 
         Raises:
             BadRow: The stage needs more responses than there are.
@@ -69,6 +69,11 @@ class Example:
                         f"{stage} needs two responses with scores, this row has {len(self.responses)}"
                         f"{'' if self.scores else ' without scores'}"
                     )
+                return self
+            case "pretraining":
+                if not isinstance(self.prompt, str) or self.responses:
+                    found = f"{len(self.responses)} responses" if self.responses else "chat messages"
+                    raise BadRow(f"pretraining needs a text and nothing else, this row has {found}")
                 return self
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from buffer import cache
-from buffer.adapters import Adapter, find
+from buffer.adapters import AUTO, Adapter, find
 from buffer.examples import BadRow, Example, Stage
 from buffer.experiment import BlendSource, DataConfig, PromptSource
 from buffer.order import Order, share
@@ -159,7 +159,8 @@ def open_sources(
     for part in parts:
         table = open_table(part, seed)
         rows = first_rows(table, LOOKED_AT)
-        adapter = find(getattr(part, "adapter", "auto"), rows, table.name)
+        name = getattr(part, "adapter", AUTO)
+        adapter = find("document" if (name, stage) == (AUTO, "pretraining") else name, rows, table.name)
         logger.info("%s: read as %s, %d rows", table.name, adapter.told(), len(table))
         source = Source(table, adapter, stage, split, share(len(table), split, stage))
         if not len(source):

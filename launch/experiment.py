@@ -5,7 +5,7 @@ mistake in the learner's section is told in a second and not after the engine ha
 """
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from glob import glob
 from itertools import combinations
 from pathlib import Path
@@ -23,6 +23,7 @@ from buffer.experiment import (
     JsonlSource,
     LoggingConfig,
     ModelConfig,
+    PromptSource,
     SingleSource,
     load,
 )
@@ -92,10 +93,17 @@ def _addresses(e: WholeExperiment) -> list[str]:
     ]
 
 
-def _single_sources(e: WholeExperiment | OfflineExperiment) -> dict[str, SingleSource]:
+def _prompts(e: WholeExperiment | OfflineExperiment) -> dict[str, SingleSource]:
+    return _single({"data.train": e.data.train} | ({"eval.source": e.eval.source} if e.eval else {}))
+
+
+def _texts(e: WholeExperiment) -> dict[str, SingleSource]:
+    return _single({"learner.ptx.data": e.learner.ptx.data} if e.learner.ptx else {})
+
+
+def _single(sources: Mapping[str, PromptSource]) -> dict[str, SingleSource]:
     """Every source under its key, the parts of blends each by itself."""
     found: dict[str, SingleSource] = {}
-    sources = {"data.train": e.data.train} | ({"eval.source": e.eval.source} if e.eval else {})
     for key, source in sources.items():
         if isinstance(source, BlendSource):
             found |= {f"{key}.parts.{i}.source": part.source for i, part in enumerate(source.parts)}
@@ -106,7 +114,7 @@ def _single_sources(e: WholeExperiment | OfflineExperiment) -> dict[str, SingleS
 
 def _sources(e: WholeExperiment) -> list[str]:
     reasons = []
-    for key, source in _single_sources(e).items():
+    for key, source in (_prompts(e) | _texts(e)).items():
         if source.kind == "function" and ":" not in source.path:
             reasons.append(f"{key}.path={source.path}: expected package.module:function")
     for name, reward in e.rollout.rewards.items():
@@ -151,7 +159,7 @@ def read(path: str | Path, overrides: list[str], services: Iterable[str] = SERVI
     if "rollout" in services or "learner" in services:
         reasons += model_folder(experiment.model)
     if "learner" in services:
-        reasons += _checkpoint(experiment.learner.init_from)
+        reasons += _checkpoint(experiment.learner.init_from) + _missing(_texts(experiment))
         if experiment.learner.value is not None:
             reasons += model_folder(experiment.model, "learner.value.path", experiment.learner.value.path)
     if "scorer" in services:
@@ -165,9 +173,13 @@ def read(path: str | Path, overrides: list[str], services: Iterable[str] = SERVI
 
 
 def missing_rows(e: WholeExperiment | OfflineExperiment) -> list[str]:
+    return _missing(_prompts(e))
+
+
+def _missing(sources: Mapping[str, SingleSource]) -> list[str]:
     return [
         f"{key}.path={path}: no such file"
-        for key, source in _single_sources(e).items()
+        for key, source in sources.items()
         if isinstance(source, JsonlSource | FilesSource)
         for path in ([source.path] if isinstance(source.path, str) else source.path)
         if not Path(path).exists() and not glob(path)

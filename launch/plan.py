@@ -196,7 +196,13 @@ def _stage(
         held["value model"] += _optimizer_bytes(parts_of_value, machine)
         gathered.append(budget.gathered_optimizer_bytes(parts_of_value, target.gpu))
     held["runtime (assumed)"] = RUNTIME_GIB["gpu" if target.gpu else "cpu"] * GIB
-    training = budget.stage_activations(family, learner, stage, micro_batch_of(experiment), machine)
+    batches = [micro_batch_of(experiment)]
+    if learner.ptx is not None:
+        # Texts of the longest length: every token is a target but each one's first.
+        longest = max(learner.tokens_per_microbatch, experiment.model.max_length)
+        batches.append(MicroBatch(longest, longest, 0, longest))
+    taken = [budget.stage_activations(family, learner, stage, batch, machine) for batch in batches]
+    training = max(taken, key=lambda items: sum(items.values()))
     moments = {"training": {k: float(v) for k, v in training.items()}}
     if value is not None:
         values = budget.stage_activations(value, learner, stage, micro_batch_of(experiment), machine)

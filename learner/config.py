@@ -6,7 +6,7 @@ from pydantic import AfterValidator, ConfigDict, Field, model_validator
 
 from buffer.config import BufferConfig
 from buffer.dotted import named
-from buffer.experiment import Experiment, LoggingConfig, ModelConfig, Section
+from buffer.experiment import Experiment, LoggingConfig, ModelConfig, PromptSource, Section
 from learner.algorithm import AlgorithmConfig
 from sync.config import SyncConfig
 
@@ -57,6 +57,20 @@ class ValueConfig(Section):
     clip: float = Field(default=0.2, gt=0)
     """How far from its value at the start of the batch a state's value may go with profit."""
     optimizer: OptimizerConfig = OptimizerConfig(lr=5e-6)
+
+
+class PtxConfig(Section):
+    """Text whose next-token loss is added to every optimizer step of the policy, so that it does not unlearn
+    what it knew (PPO-ptx, arXiv 2203.02155)."""
+
+    data: PromptSource
+    """Rows with a `text`; round and round, each pass in an order of its own."""
+    coefficient: float = Field(default=27.8, gt=0)
+    """γ, of the mean over the texts' tokens; 27.8 is InstructGPT's."""
+    batch_size: int = Field(default=32, ge=1)
+    """Texts of an optimizer step, over all ranks; one longer than model.max_length loses its end."""
+    on_bad_row: Literal["fail", "skip"] = "fail"
+    """As in section data."""
 
 
 class CheckpointConfig(Section):
@@ -140,6 +154,8 @@ class LearnerConfig(TrainingConfig):
     algorithm: AlgorithmConfig = AlgorithmConfig()
     value: ValueConfig | None = None
     """Of advantage gae, and of it alone."""
+    ptx: PtxConfig | None = None
+    """null mixes no text in."""
 
     @model_validator(mode="after")
     def _has_its_value_model(self) -> Self:

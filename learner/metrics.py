@@ -17,6 +17,7 @@ import numpy as np
 from buffer.records import Batch, Group, Trajectory
 from learner.advantages import Moments
 from learner.collectives import max_over_data, names_over_data, sum_over_data
+from learner.ptx import TextReport
 from learner.returns import explained_variance
 
 Row = dict[str, Any]
@@ -68,6 +69,8 @@ class StepReport:
     """That the batch was trained with."""
     value: ValueReport | None = None
     """None without a value model."""
+    ptx: TextReport | None = None
+    """None where no text is mixed in."""
     trained_tokens: int = 0
     """Of the batch; with equal rewards in a group, more than a gradient comes from."""
     completions: int = 0
@@ -123,6 +126,7 @@ class StepReport:
             "time/forward_backward": self.forward_backward_seconds,
             "time/optimizer": self.optimizer_seconds,
             **(self.value.row() if self.value is not None else {}),
+            **(self.ptx.row() if self.ptx is not None else {}),
             **(pair_row(of, self.tied_groups, self.beta) if self.beta is not None else {}),
         }
 

@@ -36,7 +36,7 @@ def run_schedule(
     micro_batches: Sequence[Layout],
     measure: Measure,
     forward_only: bool,
-    temperature: float = 1.0,
+    temperature: float | Sequence[float] = 1.0,
     balance: float = 0.0,
 ) -> list[Any]:
     """Drive Megatron's schedule.
@@ -46,7 +46,7 @@ def run_schedule(
         micro_batches: From `equal_counts`.
         measure: Called on the last pipeline stage.
         forward_only: Without gradients.
-        temperature: Divides the logits.
+        temperature: Divides the logits; of all micro-batches, or one for each.
         balance: Coefficient of the experts' balance loss, whose mean over all ranks' micro-batches is added
             to the loss in the backward pass alone.
 
@@ -64,14 +64,15 @@ def run_schedule(
         # The count Megatron would divide gradients by in its per-token mode; ours are divided already.
         return value, torch.zeros((), dtype=torch.int32, device=parallel.device()), kept
 
-    def forward_step(batches: Iterator[Layout], model: Any) -> tuple[Any, Any]:
-        batch = next(batches)
-        return model(batch, temperature), partial(loss, batch)
+    def forward_step(batches: Iterator[tuple[Layout, float]], model: Any) -> tuple[Any, Any]:
+        batch, divisor = next(batches)
+        return model(batch, divisor), partial(loss, batch)
 
+    temperatures = [temperature] * len(micro_batches) if isinstance(temperature, int | float) else temperature
     model.train(not forward_only)
     return get_forward_backward_func()(
         forward_step_func=forward_step,
-        data_iterator=iter(micro_batches),
+        data_iterator=zip(micro_batches, temperatures, strict=True),
         model=[model],
         num_microbatches=len(micro_batches),
         seq_length=max(m.num_tokens for m in micro_batches),

@@ -13,6 +13,8 @@ import torch
 
 from buffer.client import BufferClient
 from buffer.dotted import is_dotted, resolve
+from buffer.experiment import DataConfig
+from buffer.stream import open_stream
 from learner import convert, parallel
 from learner.checkpoint import Checkpoints, Setup
 from learner.checkpoint_files import check
@@ -24,6 +26,7 @@ from learner.loop import train
 from learner.metrics import Journal
 from learner.offline.config import OfflineExperiment
 from learner.optimizer import Trainable, make_trainable, prepare_schedule
+from learner.ptx import Texts
 from learner.publishing import Publishing, WeightSender
 from learner.reporting import Reporter
 from learner.step import Updater
@@ -112,9 +115,11 @@ def _assemble(
     if learner.init_from and parallel.rank() == 0:
         check(Path(learner.init_from))
         logger.info("the weights start from %s", learner.init_from)
+    # The data is opened before the model: a mistake in it is told at once.
+    texts = _texts(experiment)
     trainable = make_trainable(_build(experiment), learner.optimizer, learner.parallel, learner.ema)
     critic = _critic(experiment, trainable)
-    updater = Updater(experiment, trainable, _reference(experiment), critic)
+    updater = Updater(experiment, trainable, _reference(experiment), critic, texts)
     checkpoints = Checkpoints(run_dir, learner.checkpoint.keep, checkpoint_setup(experiment))
     version = checkpoints.resume(trainable, updater.value_trainable)
     if version:
@@ -130,6 +135,20 @@ def _assemble(
     reporter = Reporter(journal, experiment.buffer.max_staleness, experiment.logging.samples_every)
     stack.callback(reporter.close)
     return Flow(experiment, trainable, updater, feed, publishing, checkpoints, reporter, stop, version)
+
+
+def _texts(experiment: LearnerExperiment) -> Texts | None:
+    """What is mixed into reinforcement learning, where the configuration says so."""
+    ptx = experiment.learner.ptx
+    if ptx is None:
+        return None
+    from transformers import AutoTokenizer
+
+    data = DataConfig(train=ptx.data, on_bad_row=ptx.on_bad_row)
+    rows = open_stream(data, experiment.seed, "pretraining")
+    tokenizer = AutoTokenizer.from_pretrained(experiment.model.path)
+    budget = experiment.learner.tokens_per_microbatch
+    return Texts(ptx, rows, tokenizer, experiment.model.max_length, budget)
 
 
 def _build(experiment: LearnerExperiment) -> Any:

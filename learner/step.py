@@ -33,9 +33,11 @@ from learner.losses import (
     pair_objective,
 )
 from learner.metrics import StepReport, ValueReport
+from learner.offline.packing import ExampleBatch
 from learner.optimizer import Trainable, learning_rate, set_rates
 from learner.packing import MicroBatch, empty, pack
 from learner.passes import equal_counts, reduce_sums, run_schedule, target_logprobs
+from learner.ptx import TextPart, TextReport, Texts
 from learner.returns import gae, token_moments, token_rewards, whiten
 
 
@@ -64,16 +66,19 @@ class Updater:
         trainable: Trainable,
         reference: Any | None,
         critic: Critic | None = None,
+        texts: Texts | None = None,
     ) -> None:
         """Args:
         reference: The frozen model of the KL term, or of DPO; None where the loss has neither.
         critic: Of advantage gae.
+        texts: Mixed into every optimizer step of the policy.
         """
         self._experiment = experiment
         self._algorithm = experiment.learner.algorithm
         self._trainable = trainable
         self._reference = reference
         self._critic = critic
+        self._texts = texts
         self._temperature = experiment.rollout.sampling.temperature
         self._kl_coefficient = self._algorithm.kl.coefficient
 
@@ -83,12 +88,15 @@ class Updater:
 
     def position(self) -> dict[str, Any]:
         """What a checkpoint holds of the updater itself, plain JSON."""
-        return {"kl_coefficient": self._kl_coefficient}
+        texts = {"ptx": self._texts.position} if self._texts is not None else {}
+        return {"kl_coefficient": self._kl_coefficient, **texts}
 
     def restore(self, position: dict[str, Any]) -> None:
         """Go on from a checkpoint's `position`. A fixed coefficient is the configuration's."""
         if self._algorithm.kl.target is not None:
             self._kl_coefficient = float(position.get("kl_coefficient", self._kl_coefficient))
+        if self._texts is not None and "ptx" in position:
+            self._texts.seek(position["ptx"])
 
     def update(self, shard: Batch) -> StepReport:
         """Train batch `shard.index`; the policy's version is that index plus 1 afterwards.
@@ -104,6 +112,7 @@ class Updater:
         set_rates(self._trainable.optimizer, rate, learner.optimizer)
         beta = self._algorithm.dpo.beta if self._compares_pairs else None
         report = StepReport(lr=rate, kl_coefficient=self._kl_coefficient, beta=beta)
+        report.ptx = TextReport() if self._texts is not None else None
         if self._critic is not None:
             report.value = self._critic.begin(shard.index)
         if self._algorithm.per_token:
@@ -112,7 +121,7 @@ class Updater:
             report.tied_groups += int(part.total.tied_groups)
             if not part.total.tokens:
                 continue
-            sums = self._forward_backward(part)
+            sums = self._forward_backward(part, report.ptx)
             report.forward_backward_seconds += time.perf_counter() - started
             started = time.perf_counter()
             norm, made = self._trainable.step(learner.optimizer.clip_grad)
@@ -239,20 +248,31 @@ class Updater:
                 self._kl_coefficient, report.divergence, report.completions, of.target, of.horizon
             )
 
-    def _forward_backward(self, part: _Part) -> dict[str, float]:
+    def _forward_backward(self, part: _Part, report: TextReport | None) -> dict[str, float]:
+        """Gradients of the objective, and of the texts, in one run of the schedule: it ends with the sum over
+        the data-parallel ranks, which must not be made twice."""
         in_loss = self._kl_coefficient if self._algorithm.kl.placement == "loss" else 0.0
+        mixed = (
+            self._texts.next(report) if self._texts is not None and report is not None else TextPart([], 0)
+        )
 
-        def measure(batch: MicroBatch, output: tuple[Tensor, Tensor]) -> tuple[Tensor, Metrics]:
+        def measure(batch: Any, output: tuple[Tensor, Tensor]) -> tuple[Tensor, Metrics]:
+            if self._texts is not None and isinstance(batch, ExampleBatch):
+                return self._texts.objective(output[0], batch, mixed)
             if self._compares_pairs:
                 return pair_objective(*output, batch, self._algorithm, part.total, part.ranking)
             return objective(*output, batch, self._algorithm, part.total, in_loss)
 
         self._trainable.model.zero_grad_buffer()
         self._trainable.optimizer.zero_grad()
-        model, temperature = self._trainable.model, self._temperature
+        count = len(part.micro_batches)
+        temperatures = [self._temperature] * count + [1.0] * len(mixed.micro_batches)
+        both = [*part.micro_batches, *mixed.micro_batches]
         balance = self._experiment.learner.expert_balance
-        found = run_schedule(model, part.micro_batches, measure, False, temperature, balance)
-        return reduce_sums(found, PAIR_METRICS if self._compares_pairs else METRICS)
+        found = run_schedule(self._trainable.model, both, measure, False, temperatures, balance)
+        if mixed.tokens and report is not None:
+            report.losses.append(reduce_sums(found[count:], ("loss",))["loss"])
+        return reduce_sums(found[:count], PAIR_METRICS if self._compares_pairs else METRICS)
 
 
 def update_of_groups(digests: Iterable[bytes], updates: int) -> dict[bytes, int]:

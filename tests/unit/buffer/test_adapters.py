@@ -54,7 +54,7 @@ def test_a_shape_is_known_by_its_keys(name, row, prompt, responses, scores):
 
 
 def test_every_adapter_is_tried():
-    assert {name for name, *_ in SHAPES} | {"verl"} == set(ADAPTERS)
+    assert {name for name, *_ in SHAPES} | {"verl", "document"} == set(ADAPTERS)
 
 
 def test_verl_rows_bring_their_answer():
@@ -141,6 +141,22 @@ def test_a_function_of_ones_own_is_an_adapter():
         find("buffer.nothing:here", [row], "data")
     with pytest.raises(ValueError, match="expected auto, module:function or one of prompt, text"):
         find("nothing", [row], "data")
+
+
+def test_a_document_is_taken_whole_and_only_by_name():
+    row = {"text": "\n\nHuman: a\n\nAssistant: b", "url": "x"}
+    assert find("document", [row], "data")(row) == Example(row["text"], (), (), row)
+    assert find("auto", [row], "data").name == "text"
+    with pytest.raises(BadRow, match="prompt: expected text"):
+        find("document", [row], "data")({"text": ""})
+
+
+def test_pretraining_takes_a_text_and_nothing_else():
+    example = Example("a text", (), (), {})
+    assert example.fitted("pretraining") is example
+    for other in (Example("p", ("r",), (), {}), Example((USER,), (), (), {})):
+        with pytest.raises(BadRow, match="pretraining needs a text and nothing else"):
+            other.fitted("pretraining")
 
 
 def test_sft_takes_the_best_response():

@@ -56,6 +56,15 @@ def test_a_stage_gets_the_responses_it_trains_on(tmp_path):
     assert first("rl") == Example("q", (), (), rows[0])
 
 
+def test_pretraining_reads_documents_by_itself(tmp_path):
+    rows = [{"text": "one text"}, {"text": "\n\nHuman: a\n\nAssistant: b"}]
+    path = written(tmp_path / "a.jsonl", rows)
+    stream = open_stream(config(path, shuffle=False), 1, "pretraining")
+    assert [e.prompt for e in stream.take(3)] == [rows[0]["text"], rows[1]["text"], rows[0]["text"]]
+    with pytest.raises(BadRow, match=r"a\.jsonl:1: text: missing; read as document, keys found: `prompt`"):
+        open_stream(config(written(path, [{"prompt": "p"}])), 1, "pretraining")
+
+
 def blend(tmp_path, weights, **keys):
     parts = []
     for name, (rows, weight) in weights.items():

@@ -49,6 +49,8 @@ GAE = ("learner.algorithm.advantage=gae",)
         (["model.path=/nowhere"], "model.path=/nowhere: no config.json"),
         (["learner.init_from=/nowhere"], "learner.init_from=/nowhere: no meta.json in it"),
         ([*GAE, "learner.value.path=/nowhere"], "learner.value.path=/nowhere: no config.json"),
+        (["learner.ptx.data={kind: jsonl, path: /no}"], "learner.ptx.data.path=/no: no such file"),
+        (["learner.ptx.coefficient=0.1"], "learner.ptx.data"),
         (["learner.stepz=1"], "learner.stepz: unknown key; did you mean steps?"),
         (["learner.processes=3", "learner.parallel.tensor=2"], "learner: processes 3 is not a multiple"),
         (["learner.parallel.expert=2"], "learner: a pipeline stage's 1 ranks are not a multiple"),

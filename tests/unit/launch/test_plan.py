@@ -100,6 +100,21 @@ def test_online_dpo_has_a_reference_and_whole_groups():
     assert micro_batch_of(small.experiment).tokens == 512 + 8 * 512
 
 
+def test_an_average_of_the_weights_is_shared_as_the_optimizer_is():
+    (kind, *_), (plain, *_) = planned("policy-7b", "learner.ema.decay=0.99").kinds, planned().kinds
+    assert kind.held["average (EMA)"] == plain.held["optimizer"] / 12 * 4
+    assert kind.total - plain.total == kind.held["average (EMA)"]
+
+
+def test_a_micro_batch_of_text_counts_where_it_takes_more():
+    """One completion behind a long prompt has few targets, and a text is nothing but targets."""
+    alone = ("rollout.group_size=1", "rollout.sampling.max_tokens=64", "learner.recompute=false")
+    whole = (*alone, "learner.algorithm.advantage=reinforce_plus_plus")
+    text = ("learner.ptx.data.kind=jsonl", "learner.ptx.data.path=x")
+    mixed, plain = (planned("policy-7b", *whole, *more).kinds[0].moments for more in (text, ()))
+    assert sum(mixed["training"].values()) > sum(plain["training"].values())
+
+
 def test_a_value_model_computes_no_logits():
     experiment = planned("policy-7b", "learner.recompute=false").experiment
     batch, machine = micro_batch_of(experiment), machine_of(experiment, gpu=True)
