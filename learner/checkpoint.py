@@ -96,6 +96,7 @@ class Checkpoints:
         _write_without_a_manager()
         for folder, part in _parts(temporary, trainable, value):
             _make(folder)
+            optimizer_resume.complete(part.optimizer)
             dist_checkpointing.save(self._state(part, loading=False), str(folder))
         if trainable.ema is not None:
             _make(temporary / EMA)
@@ -183,14 +184,14 @@ class Checkpoints:
                     f"{path}: written without an average of the weights, this run has learner.ema; "
                     "set it back, or start again in another run_dir"
                 )
-            trainable.ema.load(
-                dist_checkpointing.load(trainable.ema.sharded_state(loading=True), str(path / EMA))
-            )
+            average: Any = dist_checkpointing.load(trainable.ema.sharded_state(loading=True), str(path / EMA))
+            trainable.ema.load(average)
         for folder, part in _parts(path, trainable, value):
             if self._setup.distributed_optimizer:
                 optimizer_resume.prepare(part.optimizer)
             state: Any = dist_checkpointing.load(self._state(part, loading=True), str(folder))
             _unwrapped(part).load_state_dict(state["model"], strict=True)
+            optimizer_resume.complete_loaded(part.optimizer, state["optimizer"])
             part.optimizer.load_state_dict(state["optimizer"])
         # Checkpoints of before there were experts do not tell how many ranks shared them.
         sizes = {"expert": 1, **meta}

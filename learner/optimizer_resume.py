@@ -1,7 +1,8 @@
 """Mends for megatron-core 0.16.1's distributed optimizer, which resumes wrongly with torch's own Adam.
 
 They matter on every device where neither Transformer Engine nor Apex brings its fused Adam. `apply` is called
-before an optimizer is built or loaded; `prepare` before its sharded state dict is asked for.
+before an optimizer is built or loaded; `prepare` before its sharded state dict is asked for. `complete` and
+`complete_loaded` are for every kind of optimizer.
 """
 
 from typing import Any
@@ -32,7 +33,7 @@ def prepare(optimizer: Any) -> None:
     """
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+    for part in _parts(optimizer):
         if not isinstance(part, DistributedOptimizer) or part.optimizer.state:
             continue
         rates = [group["lr"] for group in part.optimizer.param_groups]
@@ -41,6 +42,38 @@ def prepare(optimizer: Any) -> None:
         part._init_optimizer_states_with_dummy_values()
         for group, rate in zip(part.optimizer.param_groups, rates, strict=True):
             group["lr"] = rate
+
+
+def complete(optimizer: Any) -> None:
+    """Give a never-stepped optimizer, as of a run that had nothing to learn from so far, the state of step 0.
+
+    It has none before its first step, and cannot be saved without.
+    """
+    for part in _parts(optimizer):
+        part.init_state_fn(part.optimizer, part.config)
+        if _counts_by_parameter(part):
+            for state in part.optimizer.state.values():
+                state.setdefault("step", torch.tensor(0.0))
+
+
+def complete_loaded(optimizer: Any, loaded: Any) -> None:
+    """Put the step 0, which Megatron does not save, into what was loaded for `load_state_dict`."""
+    if not isinstance(loaded, dict) or not all(map(_counts_by_parameter, _parts(optimizer))):
+        return
+    if "param_groups" in loaded and loaded.get("state"):
+        loaded["state"].setdefault("common_step", torch.tensor(0.0))
+        return
+    for inner in loaded.values():
+        complete_loaded(optimizer, inner)
+
+
+def _parts(optimizer: Any) -> list[Any]:
+    return getattr(optimizer, "chained_optimizers", [optimizer])
+
+
+def _counts_by_parameter(part: Any) -> bool:
+    """torch's Adam does; a fused one counts in its groups, and there from its first step on."""
+    return isinstance(part.optimizer, torch.optim.Adam | torch.optim.AdamW)
 
 
 def _mend_parameter_state(optimizer_class: Any) -> None:

@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from buffer.records import Batch, Group, Trajectory
 from learner import parallel
+from learner.checkpoint import Checkpoints, Setup
 from learner.config import LearnerExperiment, ParallelConfig
 from learner.model import build_model
 from learner.optimizer import make_trainable, prepare_schedule
@@ -66,7 +67,7 @@ def batch(*numbers: int) -> Batch:
 def updater(one_process, folders):
     """An updater and its policy."""
 
-    def make(rate=1e-9, updates=1):
+    def make(rate=1e-9, updates=1, sharded=False):
         fields = {
             "name": "x",
             "run_dir": "r",
@@ -77,6 +78,7 @@ def updater(one_process, folders):
                 "updates_per_batch": updates,
                 "tokens_per_microbatch": 64,
                 "optimizer": {"lr": rate},
+                "parallel": {"distributed_optimizer": sharded},
                 "algorithm": {"loss": "dpo", "dpo": {"beta": BETA}},
             },
         }
@@ -146,3 +148,18 @@ def test_pairs_are_put_in_order(updater, updates):
     assert rows[-1]["dpo/accuracy"] == 1 > rows[0]["dpo/accuracy"]
     assert rows[-1]["dpo/margin"] > rows[0]["dpo/margin"] + 1
     assert rows[-1]["loss"] < rows[0]["loss"] / 2
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_run_that_had_no_pair_so_far_resumes_from_its_checkpoint(updater, tmp_path, sharded):
+    """Its optimizer has made no step yet."""
+    setup = Setup("float32", sharded, 1, 1, 1, 1, "digest", "model")
+    (whole, first), (resumed, second) = (updater(rate=5e-3, sharded=sharded) for _ in range(2))
+    whole.update(batch(*TIED))
+    Checkpoints(tmp_path, 2, setup).save(1, first)
+    assert Checkpoints(tmp_path, 2, setup).resume(second) == 1
+    for made in (whole, resumed):
+        for _ in range(2):
+            made.update(batch(0, 1, 2, 3))
+    parameters = zip(first.model.parameters(), second.model.parameters(), strict=True)
+    assert all(torch.equal(one, two) for one, two in parameters)
