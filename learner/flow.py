@@ -64,7 +64,7 @@ class Flow:
         self._feed.committed(self._checkpoints.safe_step())
         if self.version >= self._frontier:
             with self._reporter.timed("first_publish"):
-                self._publishing.publish(self.version)
+                self._send()
 
     def batches(self) -> Iterator[Batch]:
         """This rank's shard of each next batch, until `learner.steps` versions are made, the data is used up,
@@ -74,7 +74,7 @@ class Flow:
             NoBatch: None came for `learner.batch_timeout_s`.
             RuntimeError: The batch before was not published.
         """
-        while self.version < self.steps:
+        while self.version < self.steps and not self.interrupted:
             with self._reporter.timed("wait_batch"):
                 command, shard = self._feed.next(self.version, self._wanted)
             if command in (Command.STOP, Command.DONE):
@@ -106,7 +106,7 @@ class Flow:
             with self._reporter.timed("wait_loaded"):
                 self._publishing.settle()
             with self._reporter.timed("publish"):
-                self._publishing.publish(self.version)
+                self._send()
 
     def save_due(self) -> bool:
         """Whether `learner.checkpoint` wants one of this version."""
@@ -142,6 +142,13 @@ class Flow:
         while self._feed.over(over, self._wanted) is Command.PUBLISH:
             self._publishing.publish(self.version)
         self._publishing.settle()
+
+    def _send(self) -> None:
+        """Publish; the first time there may be nobody yet, and a signal may come meanwhile."""
+        if self._publishing.is_first and not self._publishing.await_member(lambda: self._stop.is_set):
+            self.interrupted = True
+        else:
+            self._publishing.publish(self.version)
 
     def _wanted(self) -> Command:
         """What goes before waiting, on rank 0."""

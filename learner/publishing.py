@@ -4,7 +4,8 @@
 """
 
 import logging
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Protocol
 
@@ -17,6 +18,9 @@ from sync.errors import PublishInterrupted
 from sync.publisher import PublishReport
 
 logger = logging.getLogger(__name__)
+
+TICK_S = 0.2
+"""How often ranks that wait for a server are told that the wait goes on."""
 
 
 class WeightSender(Protocol):
@@ -35,7 +39,7 @@ class NoMembers(TimeoutError):
 
 
 class Publishing:
-    """Owns the background wait for LOADED. `publish` is collective, the rest is rank 0's."""
+    """Owns the background wait for LOADED. `await_member` and `publish` are collective, the rest rank 0's."""
 
     def __init__(
         self, model: Any, sender: WeightSender | None, line: BufferLine | None, join_timeout_s: float
@@ -57,20 +61,34 @@ class Publishing:
         self.last: PublishReport | None = None
         """Of the newest version that is loaded."""
 
-    def publish(self, version: int) -> None:
-        """Bring `version` to all servers; returns when its bytes are sent; they load in the background.
+    def await_member(self, stopping: Callable[[], bool]) -> bool:
+        """Wait for the first server, before the first publish; False when the job is to stop instead.
+
+        Consumes: nothing.
+        Waits for: a server's JOIN.
+        Unblocked by: it, `stopping` (asked on global rank 0), or `sync.join_timeout_s`.
 
         Raises:
-            NoMembers: Nobody was there for the first publish.
+            NoMembers: Nobody came in time.
         """
-        self.settle()
-        if self._version is None and self._sender is not None:
-            logger.info("waiting for a rollout server to publish version %d to", version)
-            if not self._sender.wait_for_members(1, self._join_timeout_s):
+        if self._sender is not None:
+            logger.info("waiting for a rollout server to publish to")
+        deadline = time.monotonic() + self._join_timeout_s
+        while True:
+            there = self._sender is not None and self._sender.wait_for_members(1, TICK_S)
+            # The others are told of every tick, so that a long wait never looks like a dead rank 0.
+            here, stop, late = collectives.broadcast_numbers([there, stopping(), time.monotonic() > deadline])
+            if here or stop:
+                return bool(here)
+            if late:
                 raise NoMembers(
                     f"no rollout server joined within {self._join_timeout_s:g} s (sync.join_timeout_s); "
                     "start one, with the same sync.address and name"
                 )
+
+    def publish(self, version: int) -> None:
+        """Bring `version` to all servers; returns when its bytes are sent; they load in the background."""
+        self.settle()
         while self._interrupted(version):
             logger.warning("version %d goes out again, to the servers that are left", version)
         self._version = version
@@ -101,6 +119,11 @@ class Publishing:
             logger.warning("rollout server %s lost: %s", name, reason)
         self._line.ask(lambda buffer: buffer.published(version)).result()
         self.last = report
+
+    @property
+    def is_first(self) -> bool:
+        """Whether nothing was published yet."""
+        return self._version is None
 
     def wanted(self) -> bool:
         """Whether a server waits for the newest published version. Never before the first publish."""
