@@ -33,7 +33,7 @@ class ConfigError(ValueError):
 class Section(BaseModel):
     """Base of every config section: immutable, and an unknown key is an error."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
 
 
 class ModelConfig(Section):
@@ -191,8 +191,9 @@ def _merge(path: Path, overrides: list[str]) -> dict[str, Any]:
         layers = [*(OmegaConf.load(p) for p in _chain(path)), OmegaConf.from_dotlist(overrides)]
         merged = reduce(_over, (OmegaConf.to_container(layer) for layer in layers))
         resolved = OmegaConf.to_container(OmegaConf.create(merged), resolve=True)
-    except FileNotFoundError:
-        raise ConfigError(f"{path}: no such file") from None
+    except FileNotFoundError as error:
+        missing = "" if Path(error.filename) == path else f"base: {error.filename}: "
+        raise ConfigError(f"{path}: {missing}no such file") from None
     except (yaml.YAMLError, OmegaConfBaseException, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: {' '.join(str(error).split())}") from None
     if not isinstance(resolved, dict):

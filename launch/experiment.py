@@ -13,6 +13,7 @@ from pathlib import Path
 import yaml
 
 from buffer.config import BufferConfig, BufferExperiment
+from buffer.dotted import fault, is_dotted
 from buffer.experiment import (
     BlendSource,
     ConfigError,
@@ -20,6 +21,7 @@ from buffer.experiment import (
     EvalConfig,
     Experiment,
     FilesSource,
+    FunctionSource,
     JsonlSource,
     LoggingConfig,
     ModelConfig,
@@ -112,17 +114,46 @@ def _single(sources: Mapping[str, PromptSource]) -> dict[str, SingleSource]:
     return found
 
 
+def _functions(e: WholeExperiment) -> dict[str, dict[str, str]]:
+    """The user's functions under their keys, by the service that calls them."""
+    learner = e.learner
+    called = {
+        "learner.algorithm.loss": learner.algorithm.loss,
+        "learner.algorithm.advantage": learner.algorithm.advantage,
+        "learner.loop": learner.loop,
+    }
+    rewards = {
+        f"rollout.rewards.{name}.function": reward.function
+        for name, reward in e.rollout.rewards.items()
+        if isinstance(reward, FunctionReward) and reward.weight != 0
+    }
+    episode = {"rollout.episode": e.rollout.episode} if e.rollout.episode else {}
+    texts = _paths(_texts(e))
+    return {
+        "buffer": _paths(_prompts(e)),
+        "rollout": rewards | episode,
+        "learner": texts | {key: path for key, path in called.items() if path and is_dotted(path)},
+    }
+
+
+def _paths(sources: Mapping[str, SingleSource]) -> dict[str, str]:
+    return {f"{key}.path": s.path for key, s in sources.items() if isinstance(s, FunctionSource)}
+
+
 def _sources(e: WholeExperiment) -> list[str]:
-    reasons = []
-    for key, source in (_prompts(e) | _texts(e)).items():
-        if source.kind == "function" and ":" not in source.path:
-            reasons.append(f"{key}.path={source.path}: expected package.module:function")
-    for name, reward in e.rollout.rewards.items():
-        if isinstance(reward, FunctionReward) and ":" not in reward.function:
-            reasons.append(
-                f"rollout.rewards.{name}.function={reward.function}: expected package.module:function"
-            )
-    return reasons
+    return [
+        f"{key}={path}: expected package.module:function"
+        for of in _functions(e).values()
+        for key, path in of.items()
+        if not is_dotted(path)
+    ]
+
+
+def _unknown_functions(e: WholeExperiment, services: Iterable[str]) -> list[str]:
+    """Only where the service starts: another machine may lack the module."""
+    called = {k: p for service, of in _functions(e).items() if service in services for k, p in of.items()}
+    faults = {key: fault(path, key == "rollout.episode") for key, path in called.items() if is_dotted(path)}
+    return [f"{key}={called[key]}: {reason}" for key, reason in faults.items() if reason]
 
 
 def _scored_lengths(e: WholeExperiment) -> list[str]:
@@ -152,6 +183,7 @@ def read(path: str | Path, overrides: list[str], services: Iterable[str] = SERVI
     for schema in SCHEMAS:
         load(path, overrides, schema)
     reasons = [reason for check in CHECKS for reason in check(experiment)]
+    reasons += _unknown_functions(experiment, services)
     if "buffer" in services:
         reasons += missing_rows(experiment)
     if "rollout" in services:

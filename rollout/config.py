@@ -125,7 +125,7 @@ Reward = Annotated[
 
 
 class RolloutConfig(Section):
-    servers: int = Field(default=1, ge=1)
+    servers: int = Field(default=1, ge=1, le=256)
     """How many servers `slipstream run` starts."""
     group_size: int = Field(default=8, ge=1)
     """Completions per prompt."""

@@ -51,6 +51,22 @@ GAE = ("learner.algorithm.advantage=gae",)
         ([*GAE, "learner.value.path=/nowhere"], "learner.value.path=/nowhere: no config.json"),
         (["learner.ptx.data={kind: jsonl, path: /no}"], "learner.ptx.data.path=/no: no such file"),
         (["learner.ptx.coefficient=0.1"], "learner.ptx.data"),
+        (
+            ["rollout.rewards.answer.function=nope:f"],
+            "answer.function=nope:f: no module nope; expected",
+        ),
+        (
+            ["rollout.rewards.answer.function=rollout.rewards:exact_nomber"],
+            "rewards.py; did you mean exact_number?",
+        ),
+        (
+            ["rollout.episode=configs.custom.guess:reward"],
+            "reward is not async; expected `async def reward`",
+        ),
+        (["learner.algorithm.loss=learner.nope:f"], "loss=learner.nope:f: no module learner.nope"),
+        (["learner.loop=a.b:c"], "learner.loop=a.b:c: no module a.b: No module named 'a'"),
+        (["eval.source.path=rollout.tasks.addition:holdout"], "did you mean heldout?"),
+        (["learner.optimizer.lr=.inf"], "learner.optimizer.lr: Input should be a finite number"),
         (["learner.stepz=1"], "learner.stepz: unknown key; did you mean steps?"),
         (["learner.processes=3", "learner.parallel.tensor=2"], "learner: processes 3 is not a multiple"),
         (["learner.parallel.expert=2"], "learner: a pipeline stage's 1 ranks are not a multiple"),
@@ -137,6 +153,20 @@ def test_a_source_of_another_kind_takes_nothing_from_the_one_under_it(tmp_path):
     assert (data.train, data.epochs) == (JsonlSource(kind="jsonl", path="rows.jsonl"), 3)
     data = load(tmp_path / "base.yaml", ["data.train.size=5"], Data).data
     assert data.train == ReasoningGymSource(kind="reasoning_gym", dataset="chain_sum", size=5)
+
+
+def test_a_missing_base_is_named_as_such(tmp_path):
+    own = tmp_path / "own.yaml"
+    own.write_text("base: configs/demo.yaml")
+    with pytest.raises(ConfigError, match=r"own.yaml: base: .*configs/demo.yaml: no such file"):
+        load(own, [], DataConfig)
+    with pytest.raises(ConfigError, match=r"gone.yaml: no such file"):
+        load(tmp_path / "gone.yaml", [], DataConfig)
+
+
+def test_functions_matter_only_where_they_are_called(config_file):
+    unknown = ["learner.loop=a.b:c"]
+    assert read(config_file, unknown, services=["buffer", "rollout"]).learner.loop == "a.b:c"
 
 
 def test_a_missing_model_matters_only_where_it_is_loaded(config_file):
