@@ -272,6 +272,8 @@ def plain(value: Any) -> Any:
         BadRow: JSON has no word for something in it.
     """
     try:
-        return json.loads(json.dumps(value))
+        text = json.dumps(value, ensure_ascii=False)
+        text.encode()
+        return json.loads(text)
     except (TypeError, ValueError) as error:
-        raise BadRow(f"only plain JSON values can be sent: {error}") from None
+        raise BadRow(f"only plain JSON values in UTF-8 can be sent: {error}") from None

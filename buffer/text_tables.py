@@ -63,7 +63,14 @@ class TextTable:
     def __getitem__(self, row: int) -> Any:
         start, end, _ = (int(n) for n in self._spans[row])
         try:
-            return json.loads(os.pread(self._file, end - start, start).decode("utf-8-sig"))
+            text = os.pread(self._file, end - start, start).decode("utf-8-sig")
+            value = json.loads(text)
+            if "\\u" in text:  # half of a character may be escaped, and could not be sent on
+                json.dumps(value, ensure_ascii=False).encode()
+            return value
+        except UnicodeEncodeError as error:
+            half = error.object[error.start].encode("unicode-escape").decode()
+            raise BadRow(f"{half} is half of a character; expected whole ones") from None
         except json.JSONDecodeError as error:
             raise BadRow(f"not JSON: {error.msg} at column {error.colno}") from None
         except UnicodeDecodeError as error:

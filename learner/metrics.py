@@ -278,6 +278,7 @@ def _sample(step: int, group: Group, trajectory: Trajectory) -> Row:
         "reward": trajectory.reward,
         "reward_parts": trajectory.reward_parts,
         "finish_reason": trajectory.finish_reason,
+        "turns": trajectory.turns,
         "tokens": len(sampled),
         "versions": [min(sampled, default=0), max(sampled, default=0)],
     }

@@ -34,6 +34,8 @@ class Chat:
         self._ids = list(prompt_ids)
         self._pending: list[dict[str, str]] = []
         self._parts: list[Completion] = []
+        self.transcript: list[dict[str, str]] = []
+        """What was said and told so far, as chat messages, to be read by people."""
         self.turns = 0
         """How often the policy spoke."""
 
@@ -53,6 +55,7 @@ class Chat:
         said = await self._sample(self._ids, self.turns)
         self._append(said)
         self.turns += 1
+        self.transcript.append({"role": "assistant", "content": said.text})
         return said.text
 
     def tell(self, text: str, role: str = "user") -> None:
@@ -81,6 +84,7 @@ class Chat:
         if not self._pending:
             raise CompletionFailed("episode", "asks twice for a reply; expected chat.tell between them")
         pending, self._pending = self._pending, []
+        self.transcript += pending
         return self._renderer.follow_up(pending, self._ids[-1])
 
     def _nothing_told(self) -> list[int]:

@@ -4,7 +4,7 @@ import asyncio
 import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -17,6 +17,8 @@ from rollout.total_reward import Answer, Total
 
 MAX_TEXT = 4000
 """Characters of a completion that travel with its trajectory, to be read by people."""
+MAX_PROMPT = 500
+"""And of its prompt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,18 +119,34 @@ class GroupRunner:
             return completion
 
         row = lease.prompt.row
+        facts: dict[str, Any] = {"prompt": last_words(row.get("prompt"))}
         if self._episode is None:
             completion = await sample(prompt_ids, 0)
         else:
             chat = Chat(sample, self._renderer, prompt_ids)
             row = await play(self._episode, row, chat)
             completion = chat.completion()
+            facts["conversation"] = [
+                {**said, "content": said["content"][: MAX_TEXT // chat.turns]} for said in chat.transcript
+            ]
         total = await self._rewards.score(Answer(row, prompt_ids, completion))
-        return trajectory(index, prompt_ids, completion, total)
+        return trajectory(index, prompt_ids, completion, total, facts)
 
 
-def trajectory(index: int, prompt_ids: list[int], completion: Completion, total: Total) -> Trajectory:
-    """Lay prompt and completion out as one sequence; only what the engine sampled is marked as trained."""
+def last_words(prompt: Any) -> str:
+    """The end of a prompt, text or messages, to be read by people."""
+    said = prompt[-1].get("content") if isinstance(prompt, list) and prompt else prompt
+    return str(said)[-MAX_PROMPT:]
+
+
+def trajectory(
+    index: int, prompt_ids: list[int], completion: Completion, total: Total, facts: Mapping[str, Any]
+) -> Trajectory:
+    """Lay prompt and completion out as one sequence; only what the engine sampled is marked as trained.
+
+    Args:
+        facts: More for people to read.
+    """
     start, length = len(prompt_ids), len(prompt_ids) + len(completion.token_ids)
     token_ids = np.empty(length, np.int32)
     token_ids[:start], token_ids[start:] = prompt_ids, completion.token_ids
@@ -148,5 +166,5 @@ def trajectory(index: int, prompt_ids: list[int], completion: Completion, total:
         reward_parts=total.parts,
         finish_reason=completion.finish_reason,
         turns=completion.turns,
-        metadata={"text": completion.text[:MAX_TEXT]},
+        metadata={**facts, "text": completion.text[:MAX_TEXT]},
     )

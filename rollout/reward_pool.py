@@ -6,7 +6,6 @@ its process is replaced, and every other completion is scored as if nothing had 
 
 import asyncio
 import contextlib
-import math
 import os
 import signal
 import sys
@@ -22,6 +21,8 @@ from rollout.reward_worker import HEADER, frame
 START_TIMEOUT_S = 120.0
 """To import the reward function and what it needs."""
 MAX_RESULT_BYTES = 1 << 20
+MAX_REWARD = 1e30
+"""A reward beyond this is a mistake, whose square would not fit the sums that it goes into."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,6 +162,6 @@ def _score(result: dict[str, Any]) -> Score:
         raise CompletionFailed(f"reward_{result['kind']}", str(result.get("detail")))
     parts: dict[str, float] = result["parts"]
     reward = parts["reward"] if "reward" in parts else sum(parts.values())
-    if not all(map(math.isfinite, (reward, *parts.values()))):
-        raise CompletionFailed("reward_nonfinite", str(parts))
+    if not all(abs(number) <= MAX_REWARD for number in (reward, *parts.values())):  # nan is none of them
+        raise CompletionFailed("reward_nonfinite", f"{parts}; expected numbers of at most {MAX_REWARD:g}")
     return Score(float(reward), parts)

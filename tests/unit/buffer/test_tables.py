@@ -97,13 +97,17 @@ def test_a_broken_array_is_told_by_item(tmp_path, text, complaint):
 
 def test_a_broken_line_costs_that_line(tmp_path):
     path = tmp_path / "a.jsonl"
-    path.write_bytes(b'{"a": 1}\n{"a": "\xff"}\n' + b"[" * 100_000 + b'\n{"a": 2}')
+    half = b'\n{"a": "b\\ud83d"}\n{"a": "\\ud83d\\ude00"}'
+    path.write_bytes(b'{"a": 1}\n{"a": "\xff"}\n' + b"[" * 100_000 + b'\n{"a": 2}' + half)
     table = opened(path)
     assert [table[0], table[3]] == [{"a": 1}, {"a": 2}]
     with pytest.raises(BadRow, match="not UTF-8"):
         table[1]
     with pytest.raises(BadRow, match="nested too deeply"):
         table[2]
+    with pytest.raises(BadRow, match=r"\\ud83d is half of a character"):
+        table[4]
+    assert table[5] == {"a": "\U0001f600"}
 
 
 @pytest.mark.parametrize("name", ["stream.arrow", "file.arrow", "packed.arrow", "a.parquet", "b"])

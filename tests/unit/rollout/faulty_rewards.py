@@ -58,6 +58,7 @@ ACTIONS = {
     "parts": lambda row: {"correct": 1, "short": 0.5},
     "named": lambda row: {"reward": 0.75, "correct": 1.0},
     "nan": lambda row: float("nan"),
+    "huge": lambda row: 1e308,
     "part_inf": lambda row: {"reward": 1.0, "x": float("inf")},
     "text": lambda row: "seven",
     "none": lambda row: None,

@@ -213,4 +213,9 @@ def test_the_example_plays_a_game_of_several_turns_through_a_group():
     assert told == [len("Say a number.")]
     assert {r.max_tokens for r in engine.requests if r.request_id.count("/") == 1} == {8}
     assert "episode" not in row
+    assert made.trajectories[1].metadata["conversation"][:2] == [
+        {"role": "assistant", "content": "oh"},
+        {"role": "user", "content": "Say a number."},
+    ]
+    assert made.trajectories[1].metadata["prompt"] == "guess"
     assert meters.tokens == 12

@@ -59,6 +59,7 @@ def test_a_number_and_named_parts():
         ("eat", "reward_memory"),
         ("nan", "reward_nonfinite"),
         ("part_inf", "reward_nonfinite"),
+        ("huge", "reward_nonfinite"),
     ],
 )
 def test_a_fault_is_named_and_the_next_completion_is_scored(text, kind):
