@@ -181,7 +181,8 @@ def test_the_order_of_the_groups_does_not_matter(one_process, folder):
 
 
 def test_bfloat16_is_as_near_to_the_truth_as_hugging_faces_bfloat16(one_process, folder):
-    groups = random_groups(131, [(9, (7, 3, 12)), (20, (5, 5))])
+    # Rounding errors differ from processor to processor: enough tokens for a mean of them to mean something.
+    groups = random_groups(131, [(9, (40,) * 6)] * 4)
     with torch.no_grad():
         model = build_model(folder, ParallelConfig(), torch.bfloat16)
         found, _ = model(pack(groups), 1.0)

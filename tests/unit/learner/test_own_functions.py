@@ -114,7 +114,7 @@ def test_what_has_the_shape_of_a_path():
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
-        ({"loss": "pppo"}, "expected ppo, reinforce or your own package.module:function"),
+        ({"loss": "pppo"}, "expected ppo, reinforce, dpo or your own package.module:function"),
         ({"advantage": "grpoo"}, "expected grpo, dr_grpo, rloo, reinforce_plus_plus, gae or your own"),
         ({"loss": "a.b:c", "clip_low": 0.1}, "loss a.b:c does not clip by it, so clip_low would do nothing"),
         ({"advantage": "a:b", "kl": {"coefficient": 1, "placement": "reward"}}, "compares one number"),
