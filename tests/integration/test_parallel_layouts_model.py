@@ -41,7 +41,7 @@ def make_models(folder):
         path = folder / f"model-{number}"
         model.to(getattr(torch, dtype)).save_pretrained(path)
         jobs.append({"path": str(path), "dtype": dtype})
-    return jobs
+    return [*jobs, jobs[-1] | {"dtype": "float32"}]  # what the bfloat16 model's numbers really are
 
 
 def micro_batch(generator, shapes):
@@ -97,17 +97,29 @@ def torchrun(processes, out):
 @pytest.mark.parametrize("number", range(len(MODELS)))
 @pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "one"])
 def test_a_layout_computes_what_one_process_does(runs, layout, number):
-    # Rows of a bfloat16 gradient are rounded where the shards' sums are, hence its wider tolerance.
-    tolerance = 1e-4 if MODELS[number][0] == "float32" else 5e-2
+    exact = MODELS[number][0] == "float32"
+    tolerance = 1e-4 if exact else 5e-2
     expected = load_file(runs / "one" / f"logprobs-{number}.safetensors")["logprobs"]
     found = load_file(runs / layout / f"logprobs-{number}.safetensors")["logprobs"]
     torch.testing.assert_close(found, expected, atol=tolerance, rtol=0)
     expected = load_file(runs / "one" / f"gradients-{number}.safetensors")
     found = load_file(runs / layout / f"gradients-{number}.safetensors")
     assert found.keys() == expected.keys()
-    for name, gradient in expected.items():
-        scale = gradient.abs().max().item()
-        torch.testing.assert_close(found[name], gradient, atol=tolerance * scale, rtol=0, msg=name)
+    if exact:
+        for name, gradient in expected.items():
+            scale = gradient.abs().max().item()
+            torch.testing.assert_close(found[name], gradient, atol=tolerance * scale, rtol=0, msg=name)
+        return
+    # A shard's sums are rounded where the whole one's are not, and by how much depends on the processor: what
+    # counts is that the layout is as near to the truth as one process is.
+    truth = load_file(runs / "one" / f"gradients-{len(MODELS)}.safetensors")
+    own, its = (relative_errors(gradients, truth) for gradients in (expected, found))
+    assert max(its.values()) <= 0.15, its
+    assert sum(its.values()) <= 1.2 * sum(own.values())
+
+
+def relative_errors(gradients, truth):
+    return {name: float((g - truth[name]).norm() / truth[name].norm()) for name, g in gradients.items()}
 
 
 @pytest.mark.parametrize("number", range(len(MODELS)))

@@ -312,7 +312,7 @@ def test_after_each_publish_of_a_learner_the_server_is_a_fresh_engine_and_agrees
     loop, rig = rig
     learner, engines = programs
     exact = dtype_of(rig) == "float32"
-    from_learner, from_hf, seen = [], [], []
+    from_learner, from_truth, seen = [], [], []
 
     async def scenario():
         settings = learner_settings(rig, address, tmp_path)
@@ -341,7 +341,7 @@ def test_after_each_publish_of_a_learner_the_server_is_a_fresh_engine_and_agrees
                 assert max(gaps(one["logprobs"], two["logprobs"])) <= 1e-5
         samples = await sample(rig, version)
         from_learner.append((await learner.ask(do="gap", prompt=PROMPT, samples=samples))["gaps"])
-        from_hf.append(gaps_to_hugging_face(folder, rig.model.dtype, samples))
+        from_truth.append(roundings(folder, rig.model.dtype, samples))
 
     loop.run_until_complete(scenario())
     assert seen[0] != seen[1] != seen[2]  # the versions do differ
@@ -349,15 +349,26 @@ def test_after_each_publish_of_a_learner_the_server_is_a_fresh_engine_and_agrees
     if exact:
         assert max(map(max, from_learner)) <= 1e-3
     else:
-        assert sum(map(sum, from_learner)) <= 1.2 * sum(map(sum, from_hf))
+        assert sum(map(sum, from_learner)) <= sum(map(sum, from_truth))
 
 
-def gaps_to_hugging_face(folder: Path, dtype: torch.dtype, samples: list[dict]) -> list[float]:
+def roundings(folder: Path, dtype: torch.dtype, samples: list[dict]) -> list[float]:
+    """What the engine and a Hugging Face model of this dtype are off the same weights' float32 logprobs.
+
+    So far may two such computations be apart. Whether they round at the same places, and come nearer to each
+    other than to the truth, depends on the processor.
+    """
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
-    found = [gaps(s["logprobs"], hf_logprobs(model, s["token_ids"], TEMPERATURE)) for s in samples]
-    return list(itertools.chain(*found))
+    rounded, exact = (
+        AutoModelForCausalLM.from_pretrained(folder, dtype=kind) for kind in (dtype, torch.float32)
+    )
+    found: list[float] = []
+    for s in samples:
+        truth = hf_logprobs(exact, s["token_ids"], TEMPERATURE)
+        found += gaps(s["logprobs"], truth)
+        found += gaps(hf_logprobs(rounded, s["token_ids"], TEMPERATURE), truth)
+    return found
 
 
 @first_case
