@@ -76,6 +76,8 @@ class Learner:
         return {"trained_tokens": row["tokens"], "rho_max": row["rho/max"]}
 
     def publish(self, version: int) -> dict[str, Any]:
+        if self._publishing.is_first:
+            assert self._publishing.await_member(lambda: False)
         self._publishing.publish(version)
         self._publishing.settle()
         assert self._publishing.last is not None
