@@ -35,6 +35,9 @@ from learner.offline.config import OfflineExperiment
 from rollout.config import FunctionReward, ModelReward, RolloutConfig, RolloutExperiment, engine_faults
 from rollout.scorer import folder
 from sync.config import SyncConfig
+from sync.expected import damage
+
+TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 SERVICES = ("buffer", "rollout", "scorer", "learner")
 
@@ -209,17 +212,19 @@ def missing_rows(e: WholeExperiment | OfflineExperiment) -> list[str]:
 
 
 def _missing(sources: Mapping[str, SingleSource]) -> list[str]:
-    return [
-        f"{key}.path={path}: no such file"
-        for key, source in sources.items()
-        if isinstance(source, JsonlSource | FilesSource)
-        for path in ([source.path] if isinstance(source.path, str) else source.path)
-        if not Path(path).exists() and not glob(path)
-    ]
+    reasons: list[str] = []
+    for key, source in sources.items():
+        if isinstance(source, JsonlSource | FilesSource):
+            for path in [source.path] if isinstance(source.path, str) else source.path:
+                if not Path(path).exists() and not glob(path):
+                    reasons.append(f"{key}.path={path}: no such file")
+                elif isinstance(source, JsonlSource) and Path(path).is_dir():
+                    reasons.append(f"{key}.path={path}: a folder; expected a file of one JSON object a line")
+    return reasons
 
 
 def model_folder(model: ModelConfig, key: str = "model.path", path: str | None = None) -> list[str]:
-    """Why the folder that `key` names cannot be one that is loaded, as far as its config.json tells."""
+    """Why the folder that `key` names cannot be one that is loaded, as far as its files tell unread."""
     path = model.path if path is None else path
     config = Path(path) / "config.json"
     if not config.is_file():
@@ -232,6 +237,18 @@ def model_folder(model: ModelConfig, key: str = "model.path", path: str | None =
     longest = fields.get("max_position_embeddings") if isinstance(fields, dict) else None
     if isinstance(longest, int) and model.max_length > longest:
         return [f"model.max_length={model.max_length}: the model in {path} takes at most {longest}"]
+    return _files(key, Path(path))
+
+
+def _files(key: str, folder: Path) -> list[str]:
+    weights = sorted(folder.glob("*.safetensors"))
+    if not weights:
+        return [f"{key}={folder}: no weights in it, expected *.safetensors beside config.json"]
+    damages = [found for path in weights if (found := damage(path))]
+    if damages:
+        return [f"{key}={folder}: {damages[0]}; bring it here again"]
+    if key == "model.path" and not any((folder / name).is_file() for name in TOKENIZERS):
+        return [f"{key}={folder}: no tokenizer in it, expected {' or '.join(TOKENIZERS)}"]
     return []
 
 

@@ -1,5 +1,6 @@
 """The rollout server's section of the experiment file."""
 
+import re
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Discriminator, Field, StringConstraints, Tag, field_validator
@@ -24,6 +25,9 @@ class SamplingConfig(Section):
     """Texts that end a completion. The tokens of the text that did are kept and trained."""
 
 
+CORES = re.compile(r"auto|all|nobind|\d+(-\d+)?([,|]\d+(-\d+)?)*")
+
+
 class EngineConfig(Section):
     tensor_parallel: int = Field(default=1, ge=1)
     pipeline_parallel: int = Field(default=1, ge=1)
@@ -36,6 +40,13 @@ class EngineConfig(Section):
     cores: str | None = None
     """CPU only: each rank's cores as in VLLM_CPU_OMP_THREADS_BIND ("0-1", "0|1"); null takes all."""
     enforce_eager: bool = True
+
+    @field_validator("cores")
+    @classmethod
+    def _are_cores(cls, value: str | None) -> str | None:
+        if value is not None and not CORES.fullmatch(value):
+            raise ValueError("expected cores such as 0-1 or 0,2, those of each rank behind a |")
+        return value
 
 
 def engine_faults(key: str, engine: EngineConfig) -> list[str]:

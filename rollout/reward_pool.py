@@ -70,18 +70,31 @@ class RewardPool:
             result = await worker.call({"text": text, "row": row}, self._config.timeout_s)
             sound = result["kind"] in ("ok", "raised")
         except TimeoutError:
-            raise CompletionFailed("reward_timeout", f"over {self._config.timeout_s:g} s") from None
+            raise self._failed("timeout", f"over {self._config.timeout_s:g} s") from None
         except (EOFError, ConnectionError):
-            raise CompletionFailed("reward_exit", "the reward ended its process") from None
+            raise self._failed("exit", "the reward ended its process") from None
         except RewardStartError as error:
-            raise CompletionFailed("reward_start", str(error)) from None
+            raise self._failed("start", str(error)) from None
         except (ValueError, KeyError, TypeError) as error:
-            raise CompletionFailed("reward_invalid", str(error)) from None
+            raise self._failed("invalid", str(error)) from None
         finally:  # also when this call is cancelled: the worker is then in the middle of it
             if worker is not None and not sound:
                 self._end(worker)
             self._idle.put_nowait(worker if sound else None)
-        return _score(result)
+        return self._read(result)
+
+    def _read(self, result: dict[str, Any]) -> Score:
+        """A worker's answer: the part named `reward` is the reward, else it is the sum of the parts."""
+        if result["kind"] != "ok":
+            raise self._failed(result["kind"], str(result.get("detail")))
+        parts: dict[str, float] = result["parts"]
+        reward = parts["reward"] if "reward" in parts else sum(parts.values())
+        if not all(abs(number) <= MAX_REWARD for number in (reward, *parts.values())):  # nan is none of them
+            raise self._failed("nonfinite", f"{parts}; expected numbers of at most {MAX_REWARD:g}")
+        return Score(float(reward), parts)
+
+    def _failed(self, kind: str, detail: str) -> CompletionFailed:
+        return CompletionFailed(f"reward_{kind}", f"{self._key}: {detail}")
 
     async def close(self) -> None:
         workers = list(self._workers)
@@ -154,14 +167,3 @@ class _Worker:
         if size > MAX_RESULT_BYTES:
             raise ValueError(f"a result of {size} bytes")
         return msgpack.unpackb(await self.process.stdout.readexactly(size))
-
-
-def _score(result: dict[str, Any]) -> Score:
-    """Read a worker's answer: the part named `reward` is the reward, else it is the sum of the parts."""
-    if result["kind"] != "ok":
-        raise CompletionFailed(f"reward_{result['kind']}", str(result.get("detail")))
-    parts: dict[str, float] = result["parts"]
-    reward = parts["reward"] if "reward" in parts else sum(parts.values())
-    if not all(abs(number) <= MAX_REWARD for number in (reward, *parts.values())):  # nan is none of them
-        raise CompletionFailed("reward_nonfinite", f"{parts}; expected numbers of at most {MAX_REWARD:g}")
-    return Score(float(reward), parts)

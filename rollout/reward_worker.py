@@ -10,6 +10,7 @@ import resource
 import signal
 import struct
 import sys
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -49,7 +50,13 @@ def score(function: Callable[[str, dict[str, Any]], Any], text: str, row: dict[s
     except MemoryError:
         return {"kind": "memory", "detail": "out of the memory that its memory_mib allows"}
     except Exception as error:  # noqa: BLE001  a user's function may raise anything; it costs this completion
-        return {"kind": "raised", "detail": f"{type(error).__name__}: {error}"[:500]}
+        return {"kind": "raised", "detail": f"{type(error).__name__}: {error}"[:500] + _place(error)}
+
+
+def _place(error: Exception) -> str:
+    """Where it was raised, as far as it was in Python."""
+    raised = traceback.extract_tb(error.__traceback__)[-1]
+    return f" ({raised.filename}:{raised.lineno})"
 
 
 def frame(message: dict[str, Any]) -> bytes:

@@ -6,6 +6,7 @@ import math
 import os
 import subprocess
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from buffer.processor import native_dtype
@@ -54,6 +55,11 @@ class VLLMProcess:
         from vllm.v1.engine.async_llm import AsyncLLM
 
         on_cpu = current_platform.is_cpu()
+        if on_cpu and (free := _free_gib()) < self._config.kv_cache_gib:
+            raise EngineFailed(
+                f"engine.kv_cache_gib={self._config.kv_cache_gib:g}: this machine has {free:.1f} GiB of "
+                "memory left; lower it, or end what else takes memory"
+            )
         if on_cpu and dtype == "bfloat16" != native_dtype():
             logger.warning("this processor emulates bfloat16, far slower than float32; set dtype float32")
         args = AsyncEngineArgs(
@@ -92,6 +98,12 @@ class VLLMProcess:
         if self._guard is not None:
             await asyncio.to_thread(self._guard.communicate)  # closes the pipe; what vLLM left over is killed
             self._guard = None
+
+
+def _free_gib() -> float:
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    (kib,) = (int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
+    return kib / 2**20
 
 
 def _set_environment(config: EngineConfig) -> None:

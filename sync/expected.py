@@ -3,6 +3,7 @@
 import json
 import logging
 from pathlib import Path
+from typing import Any
 
 from sync.errors import ManifestRefused
 from sync.manifest import Manifest, TensorSpec
@@ -21,15 +22,30 @@ def read_specs(folder: Path) -> list[TensorSpec]:
     """Every tensor of a Hugging Face folder, from its safetensors headers; [] where it has no such file."""
     specs: list[TensorSpec] = []
     for path in sorted(folder.glob("*.safetensors")):
-        with path.open("rb") as file:
-            size = int.from_bytes(file.read(8), "little")
-            if size > _MAX_HEADER_BYTES:
-                raise ValueError(f"{path}: not a safetensors file")
-            header = json.loads(file.read(size))
-        for name, entry in header.items():
-            if name != "__metadata__":
-                specs.append(TensorSpec(name, _DTYPES[entry["dtype"]], tuple(entry["shape"])))
+        for name, entry in _header(path)[0].items():
+            specs.append(TensorSpec(name, _DTYPES[entry["dtype"]], tuple(entry["shape"])))
     return specs
+
+
+def damage(path: Path) -> str | None:
+    """What is wrong with a safetensors file, as far as its header and its size tell; None if nothing is."""
+    try:
+        entries, size = _header(path)
+        expected = size + max((entry["data_offsets"][1] for entry in entries.values()), default=0)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        return f"{path}: not a safetensors file: {error}"
+    found = path.stat().st_size
+    return None if found == expected else f"{path}: {found} bytes, and its header tells of {expected}"
+
+
+def _header(path: Path) -> tuple[dict[str, Any], int]:
+    """A file's tensors as its header describes them, and where their data begins."""
+    with path.open("rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+        if size > _MAX_HEADER_BYTES:
+            raise ValueError(f"{path}: not a safetensors file")
+        header = json.loads(file.read(size))
+    return {name: entry for name, entry in header.items() if name != "__metadata__"}, 8 + size
 
 
 class ExpectedModel:

@@ -7,8 +7,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import yaml
+from safetensors.numpy import save_file
 
 STARTED = 1_700_000_000.0
 STEP_S = 30.0
@@ -20,6 +22,8 @@ def model_folder(tmp_path: Path) -> Path:
     folder = tmp_path / "model"
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps({"max_position_embeddings": 2048}))
+    save_file({"w": np.zeros(100, np.float32)}, folder / "model.safetensors")
+    (folder / "tokenizer.json").write_text("{}")
     return folder
 
 

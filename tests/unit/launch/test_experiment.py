@@ -64,6 +64,8 @@ GAE = ("learner.algorithm.advantage=gae",)
             "reward is not async; expected `async def reward`",
         ),
         (["learner.algorithm.loss=learner.nope:f"], "loss=learner.nope:f: no module learner.nope"),
+        (["data.train={kind: jsonl, path: .}"], "data.train.path=.: a folder; expected a file"),
+        (["rollout.engine.cores=zero"], "rollout.engine.cores: expected cores such as 0-1 or 0,2"),
         (["learner.loop=a.b:c"], "learner.loop=a.b:c: no module a.b: No module named 'a'"),
         (["eval.source.path=rollout.tasks.addition:holdout"], "did you mean heldout?"),
         (["learner.optimizer.lr=.inf"], "learner.optimizer.lr: Input should be a finite number"),
@@ -173,6 +175,29 @@ def test_a_missing_model_matters_only_where_it_is_loaded(config_file):
     assert read(config_file, ["model.path=/nowhere"], services=["buffer"]).model.path == "/nowhere"
     with pytest.raises(ConfigError, match=r"model.path=/nowhere: no config.json"):
         read(config_file, ["model.path=/nowhere"], services=["rollout"])
+
+
+def cut(folder):
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1])
+
+
+@pytest.mark.parametrize(
+    ("spoil", "told"),
+    [
+        (cut, r"model.safetensors: \d+ bytes, and its header tells of \d+; bring it here again"),
+        (lambda f: (f / "model.safetensors").write_bytes(b""), "model.safetensors: not a safetensors file"),
+        (lambda f: (f / "model.safetensors").unlink(), "no weights in it, expected"),
+        (lambda f: (f / "tokenizer.json").unlink(), "no tokenizer in it, expected tokenizer.json"),
+    ],
+)
+def test_a_model_whose_files_are_damaged_or_missing_is_told_before_anything_starts(
+    config_file, model_folder, spoil, told
+):
+    spoil(model_folder)
+    with pytest.raises(ConfigError, match=told) as error:
+        read(config_file, [])
+    assert len(str(error.value).splitlines()) == 1
 
 
 def test_a_damaged_model_config_is_one_line(config_file, model_folder):

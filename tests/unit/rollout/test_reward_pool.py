@@ -72,6 +72,15 @@ def test_a_fault_is_named_and_the_next_completion_is_scored(text, kind):
     assert asyncio.run(go()) == (kind, 1.0)
 
 
+def test_what_a_reward_raised_is_told_with_its_key_and_its_place():
+    async def go():
+        async with pool_of() as pool:
+            await pool.score("fail", {})
+
+    with pytest.raises(CompletionFailed, match=r"reward.*: RuntimeError: no such luck \(.*rewards.py:\d+\)"):
+        asyncio.run(go())
+
+
 def test_a_hanging_reward_is_ended_at_its_limit_with_what_it_started(tmp_path):
     pid_file = tmp_path / "pid"
 
