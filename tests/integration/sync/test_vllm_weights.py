@@ -312,7 +312,7 @@ def test_after_each_publish_of_a_learner_the_server_is_a_fresh_engine_and_agrees
     loop, rig = rig
     learner, engines = programs
     exact = dtype_of(rig) == "float32"
-    from_learner, from_truth, seen = [], [], []
+    from_learner, from_hf, seen = [], [], []
 
     async def scenario():
         settings = learner_settings(rig, address, tmp_path)
@@ -341,7 +341,7 @@ def test_after_each_publish_of_a_learner_the_server_is_a_fresh_engine_and_agrees
                 assert max(gaps(one["logprobs"], two["logprobs"])) <= 1e-5
         samples = await sample(rig, version)
         from_learner.append((await learner.ask(do="gap", prompt=PROMPT, samples=samples))["gaps"])
-        from_truth.append(roundings(folder, rig.model.dtype, samples))
+        from_hf.append(gaps_to_hugging_face(folder, rig.model.dtype, samples))
 
     loop.run_until_complete(scenario())
     assert seen[0] != seen[1] != seen[2]  # the versions do differ
@@ -349,25 +349,25 @@ def test_after_each_publish_of_a_learner_the_server_is_a_fresh_engine_and_agrees
     if exact:
         assert max(map(max, from_learner)) <= 1e-3
     else:
-        assert sum(map(sum, from_learner)) <= sum(map(sum, from_truth))
+        assert sum(map(sum, from_learner)) <= 1.2 * sum(map(sum, from_hf))
 
 
-def roundings(folder: Path, dtype: torch.dtype, samples: list[dict]) -> list[float]:
-    """What the engine and a Hugging Face model of this dtype are off the same weights' float32 logprobs.
+def gaps_to_hugging_face(folder: Path, dtype: torch.dtype, samples: list[dict]) -> list[float]:
+    """Of the engine to a Hugging Face model of this dtype, its logits unrounded as the learner's are.
 
-    So far may two such computations be apart. Whether they round at the same places, and come nearer to each
-    other than to the truth, depends on the processor.
+    Rounded to bfloat16 they would err as the engine's do, and come nearer to it than to the truth.
     """
     from transformers import AutoModelForCausalLM
 
-    rounded, exact = (
-        AutoModelForCausalLM.from_pretrained(folder, dtype=kind) for kind in (dtype, torch.float32)
-    )
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
     found: list[float] = []
     for s in samples:
-        truth = hf_logprobs(exact, s["token_ids"], TEMPERATURE)
-        found += gaps(s["logprobs"], truth)
-        found += gaps(hf_logprobs(rounded, s["token_ids"], TEMPERATURE), truth)
+        with torch.no_grad():
+            hidden = model.model(torch.tensor([PROMPT + s["token_ids"]])).last_hidden_state[0]
+            logits = hidden.float() @ model.lm_head.weight.float().t()
+        table = torch.log_softmax(logits / TEMPERATURE, dim=-1)
+        places = range(len(PROMPT) - 1, len(PROMPT) - 1 + len(s["token_ids"]))
+        found += gaps(s["logprobs"], table[places, s["token_ids"]].tolist())
     return found
 
 
