@@ -79,7 +79,17 @@ def measured(rows: list[dict[str, Any]]) -> dict[str, Any]:
         means = [statistics.mean(v) for v in by_prompt.values()]
         figures[name] = statistics.mean(means)
         figures[f"{name}_stderr"] = statistics.stdev(means) / math.sqrt(len(means))
-    return figures
+    return figures | {"answers": kinds(rows)}
+
+
+def kinds(rows: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """How many answers were equations or not, and right or not, and what the reward model said of them."""
+    found: dict[str, list[float]] = defaultdict(list)
+    for row in rows:
+        form = "equation" if "=" in row["completion"] else "other"
+        right = "right" if row["reward_parts"]["answer"] else "wrong"
+        found[f"{form}, {right}"].append(row["reward_parts"]["helpful"])
+    return {kind: {"count": len(v), "mean_score": statistics.mean(v)} for kind, v in sorted(found.items())}
 
 
 if __name__ == "__main__":
