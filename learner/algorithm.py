@@ -6,37 +6,7 @@ from pydantic import AfterValidator, Field, model_validator
 
 from buffer.dotted import named
 from buffer.experiment import Section
-
-
-def _changed(section: Section, *keys: str) -> list[str]:
-    """Which of the keys differ from their defaults; a resolved file names every key, the defaults too."""
-    return sorted(k for k in keys if getattr(section, k) != type(section).model_fields[k].default)
-
-
-class CorrectionConfig(Section):
-    """What is done about ρ = π_proximal / π_behavior, the distance between learner and sampling policy."""
-
-    kind: Literal["decoupled", "bypass"] = "decoupled"
-    """decoupled: PPO's ratio is to the proximal policy and ρ weighs it (arXiv 2110.00641); bypass:
-    PPO's ratio is to the behavior policy and there is no ρ."""
-    mask_low: float = Field(default=0.5, ge=0)
-    mask_high: float = Field(default=5.0, gt=0)
-    """Tokens whose ρ lies outside [mask_low, mask_high] are not trained."""
-    veto: float = Field(default=1e-4, ge=0)
-    """A sequence with any token whose ρ is below this is not trained; 0 never vetoes."""
-
-    @model_validator(mode="after")
-    def _trains_something(self) -> Self:
-        idle = _changed(self, "mask_low", "mask_high", "veto")
-        if self.kind == "bypass" and idle:
-            raise ValueError(f"kind bypass has no ρ, so {', '.join(idle)} would do nothing; remove it")
-        if not self.mask_low <= 1 <= self.mask_high or self.veto >= 1:
-            raise ValueError(
-                f"mask [{self.mask_low:g}, {self.mask_high:g}] and veto {self.veto:g} would not train "
-                "a token with ρ = 1; expected mask_low ≤ 1 ≤ mask_high and veto < 1"
-            )
-        return self
-
+from learner.correction_config import CorrectionConfig, Level, changed
 
 Estimator = Literal["k1", "k2", "k3"]
 
@@ -62,10 +32,10 @@ class KLConfig(Section):
 
     @model_validator(mode="after")
     def _works(self) -> Self:
-        idle = _changed(self, "placement", "target", "horizon")
+        idle = changed(self, "placement", "target", "horizon")
         if not self.coefficient and idle:
             raise ValueError(f"coefficient 0 stays 0, so {', '.join(idle)} would do nothing")
-        if self.target is None and _changed(self, "horizon"):
+        if self.target is None and changed(self, "horizon"):
             raise ValueError("without target the coefficient is fixed, so horizon would do nothing")
         if self.placement == "reward" and self.estimate != "k1":
             raise ValueError(
@@ -133,14 +103,25 @@ class AlgorithmConfig(Section):
 
     @model_validator(mode="after")
     def _uses_what_is_set(self) -> Self:
-        for setting in _changed(self, *UNUSED_BY_DPO) if self.loss == "dpo" else ():
+        for setting in changed(self, *UNUSED_BY_DPO) if self.loss == "dpo" else ():
             reason = UNUSED_BY_DPO[setting]
             raise ValueError(f"{setting} would do nothing with loss dpo: {reason}; remove it")
-        idle = _changed(self, "clip_low", "clip_high")
+        idle = changed(self, "clip_low", "clip_high")
         if self.loss != "ppo" and idle:
             raise ValueError(f"loss {self.loss} does not clip by it, so {', '.join(idle)} would do nothing")
-        if self.loss != "dpo" and _changed(self, "dpo"):
+        if self.loss != "dpo" and changed(self, "dpo"):
             raise ValueError(f"loss {self.loss} compares no pairs, so dpo would do nothing; take loss dpo")
+        of = self.correction
+        if of.cap is not None and self.weight_level == of.mask_level and of.cap >= of.band[1]:
+            raise ValueError(
+                f"correction.cap {of.cap:g} is not below mask_high {of.band[1]:g} of the same ρ, past which "
+                "no token is trained, so it would do nothing; lower it, or set mask none"
+            )
+        if self.rewards_proximal and of.proximal == "interpolated":
+            raise ValueError(
+                "kl.placement reward takes the pass that correction.proximal interpolated is there to save; "
+                "use proximal computed, or kl.placement loss"
+            )
         if self.kl.placement == "reward" and self.advantage not in ("gae", "reinforce_plus_plus"):
             raise ValueError(
                 f"kl.placement reward makes a reward for every token, and advantage {self.advantage} "
@@ -152,6 +133,16 @@ class AlgorithmConfig(Section):
     def per_token(self) -> bool:
         """Whether the tokens of one completion differ in their advantage."""
         return self.advantage == "gae" or self.kl.placement == "reward"
+
+    @property
+    def rewards_proximal(self) -> bool:
+        """Whether KL in the reward is the proximal policy's; with `bypass` the behavior policy stands in."""
+        return self.kl.placement == "reward" and self.correction.kind == "decoupled"
+
+    @property
+    def weight_level(self) -> Level:
+        """Whose ρ weighs a token's policy loss."""
+        return "none" if self.correction.kind == "bypass" else self.correction.weight or "token"
 
     @property
     def told(self) -> str:

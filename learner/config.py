@@ -11,6 +11,10 @@ from learner.algorithm import AlgorithmConfig
 from sync.config import SyncConfig
 
 
+INTERPOLATED_STALENESS = 10
+"""Versions over which the proximal policy may be interpolated (arXiv 2512.06547 tried up to 8)."""
+
+
 class ParallelConfig(Section):
     """Megatron's layout; the data-parallel size is what is left of the world size."""
 
@@ -157,6 +161,25 @@ class LearnerConfig(TrainingConfig):
     ptx: PtxConfig | None = None
     """null mixes no text in."""
 
+    @property
+    def proximal_pass(self) -> bool:
+        """Whether π_proximal is found by a pass without gradients before the batch's updates, and not by the
+        first of them."""
+        of = self.algorithm
+        if of.loss == "dpo":
+            return False
+        measured = of.correction.kind == "decoupled" and of.correction.proximal == "computed"
+        return (self.updates_per_batch > 1 and measured) or of.rewards_proximal or of.correction.normalize
+
+    @model_validator(mode="after")
+    def _needs_the_proximal_policy(self) -> Self:
+        if self.updates_per_batch == 1 and self.algorithm.correction.proximal == "interpolated":
+            raise ValueError(
+                "algorithm.correction.proximal interpolated saves a pass, and updates_per_batch 1 makes none: "
+                "its one update is the proximal policy's own; use computed, or more updates"
+            )
+        return self
+
     @model_validator(mode="after")
     def _has_its_value_model(self) -> Self:
         gae = self.algorithm.advantage == "gae"
@@ -219,6 +242,19 @@ class LearnerExperiment(Experiment):
             raise ValueError(
                 f"learner.updates_per_batch={updates} would split buffer.groups_per_batch={groups} groups; "
                 "expected at most one update for each group"
+            )
+        correction, stale = self.learner.algorithm.correction, self.buffer.max_staleness
+        if correction.proximal == "interpolated" and stale > INTERPOLATED_STALENESS:
+            raise ValueError(
+                f"learner.algorithm.correction.proximal=interpolated with buffer.max_staleness={stale}: a line "
+                f"through more than {INTERPOLATED_STALENESS} versions is no estimate of the policy on the way; "
+                "use computed, or fresher tokens"
+            )
+        if self.learner.algorithm.loss == "reinforce" and correction.kind == "bypass" and stale:
+            raise ValueError(
+                "learner.algorithm.loss=reinforce has no ratio to the behavior policy and correction.kind=bypass "
+                f"no weight: tokens up to buffer.max_staleness={stale} versions old would be trained as if they "
+                "were the policy's own; use kind decoupled, or loss cispo"
             )
         kl = self.learner.algorithm.kl
         if kl.target is not None and kl.horizon < groups * size:

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from learner.correction_config import CorrectionConfig, Level
+
 LOG_RATIO_LIMIT = 40.0
 """A log ratio above this is taken as this: e^40 is as good as infinite, and its square still fits float32."""
 
@@ -24,9 +26,11 @@ class Correction:
     keep: Tensor
     """[N]: 1, or 0 where the token is masked or its sequence vetoed; multiplies the other loss terms."""
     masked: Tensor
-    """bool [N]: ρ lies outside the band."""
+    """bool [N]: its ρ lies outside the band."""
     vetoed: Tensor
     """bool [N]: some token of the sequence has a ρ below the veto."""
+    capped: Tensor
+    """bool [N]: it is trained with a truncated weight."""
 
 
 def log_ratio(numerator: Tensor, denominator: Tensor) -> Tensor:
@@ -39,27 +43,79 @@ def ratio(numerator: Tensor, denominator: Tensor) -> Tensor:
     return torch.exp(log_ratio(numerator, denominator))
 
 
-def decoupled(rho: Tensor, sequences: Tensor, low: float, high: float, veto: float) -> Correction:
-    """Weigh by ρ inside [low, high], train nothing outside it nor in a sequence with any ρ below `veto`.
+def at_level(log_ratios: Tensor, sequences: Tensor, level: Level) -> Tensor:
+    """The log ratio [N] that stands for each token: its own, or that of the whole sequence.
 
     Args:
-        rho: [N].
-        sequences: int64 [N], 0 to B - 1.
-
-    Masking is IcePop's (arXiv 2510.18855), decoupling Hilton et al.'s (arXiv 2110.00641).
+        log_ratios: [N], of single tokens.
+        sequences: int64 [N], 0 to B - 1; each sequence lies wholly in this micro-batch.
+        level: Of `sequence` the ratio is the product over its tokens, at most e^LOG_RATIO_LIMIT; of
+            `geometric` the product's geometric mean (arXiv 2507.18071, equation 7); otherwise its own.
     """
-    rho = rho.detach()
-    masked = (rho < low) | (rho > high)
-    vetoed = any_of_sequence(rho < veto, sequences)
+    if level not in ("sequence", "geometric"):
+        return log_ratios
+    lengths = torch.bincount(sequences)
+    # A long completion's sum in float32 would lose what its single tokens are off by.
+    sums = torch.zeros(len(lengths), dtype=torch.float64, device=log_ratios.device)
+    sums = sums.index_add(0, sequences, log_ratios.double())
+    whole = sums / lengths if level == "geometric" else sums
+    return whole.clamp(max=LOG_RATIO_LIMIT).float()[sequences]
+
+
+def correct(
+    log_rho: Tensor, sequences: Tensor, of: CorrectionConfig, level: Level, mean_weight: float = 1.0
+) -> Correction:
+    """Weigh by ρ, truncated at `of.cap`; train nothing whose ρ lies outside of the band, nor a sequence with
+    any token whose ρ is below the veto.
+
+    Args:
+        log_rho: [N], of single tokens.
+        sequences: int64 [N], 0 to B - 1.
+        of: What is tested and where it is bounded.
+        level: Whose ρ is the weight; of `none` it is 1.
+        mean_weight: What weights are divided by: their mean over the kept tokens of the optimizer step.
+
+    Sources: weighing by ρ is Hilton et al.'s (arXiv 2110.00641, equation 3), truncating it Ionides' truncated
+    importance sampling (2008), dividing by the mean self-normalised importance sampling, masking single
+    tokens IcePop's (arXiv 2510.18855).
+    """
+    log_rho = log_rho.detach()
+    low, high = of.band
+    tested = at_level(log_rho, sequences, of.mask_level).exp()
+    masked = (tested < low) | (tested > high)
+    vetoed = any_of_sequence(log_rho.exp() < of.veto_below, sequences)
     keep = (~(masked | vetoed)).float()
-    return Correction(weight=rho * keep, keep=keep, masked=masked, vetoed=vetoed)
+    ones = torch.ones_like(log_rho)
+    weight = ones if level == "none" else at_level(log_rho, sequences, level).exp()
+    truncated = weight if of.cap is None else weight.clamp(max=of.cap)
+    return Correction(
+        weight=truncated * keep / mean_weight,
+        keep=keep,
+        masked=masked,
+        vetoed=vetoed,
+        capped=(truncated < weight) & (keep > 0),
+    )
 
 
-def bypass(rho: Tensor) -> Correction:
-    """Neither weight nor mask: the loss's own ratio is to μ, and ρ again would count it twice."""
-    nowhere = torch.zeros_like(rho, dtype=torch.bool)
-    ones = torch.ones_like(rho)
-    return Correction(weight=ones, keep=ones, masked=nowhere, vetoed=nowhere)
+def proximal_share(versions: Tensor, index: int, progress: float) -> Tensor:
+    """How far the way from the policy that sampled to the current one the proximal policy lies, float32 [N].
+
+    α = (v_prox - v) / (v_π - v), with v_prox the version that the batch began with and v_π that of the
+    current weights, which counts each of the batch's optimizer steps as its part of a version (A-3PO,
+    arXiv 2512.06547, whose v_π is a whole version ahead).
+
+    Args:
+        versions: int32 [N], of the tokens; at most `index`.
+        index: v_prox.
+        progress: Share of the batch's optimizer steps that have been made, above 0 and below 1.
+    """
+    behind = index - versions.float()
+    return behind / (behind + progress)
+
+
+def interpolated(logprobs: Tensor, behavior: Tensor, share: Tensor) -> Tensor:
+    """log μ + α·(log π - log μ), [N], a constant: the proximal policy without a pass (arXiv 2512.06547)."""
+    return behavior + share * (logprobs.detach() - behavior)
 
 
 def any_of_sequence(flags: Tensor, sequences: Tensor) -> Tensor:

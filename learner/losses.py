@@ -13,13 +13,13 @@ from torch import Tensor
 
 from buffer.dotted import resolve
 from learner.algorithm import AlgorithmConfig, Estimator
-from learner.corrections import bypass, decoupled, log_ratio, ratio, refuse_non_finite
+from learner.corrections import correct, interpolated, log_ratio, ratio, refuse_non_finite
 from learner.packing import MicroBatch
 from learner.preference import PAIR_SUMS, over_pairs, pair_loss, sum_by_response
 
 Metrics = dict[str, Tensor]
 METRICS = (
-    "rho", "rho_squares", "behavior_k1", "behavior_k3", "entropy", "clipped", "masked", "vetoed",
+    "rho", "rho_squares", "behavior_k1", "behavior_k3", "entropy", "clipped", "masked", "vetoed", "capped",
     "reference_kl", "reference_k1", "tokens", "loss", "rho_max",
 )  # fmt: skip
 """They add up, but for `rho_max`, of which the largest counts."""
@@ -44,6 +44,8 @@ class Denominators:
     """Groups with two different rewards; of online DPO, which trains on no others."""
     tied_groups: float = 0.0
     """Of online DPO: the others."""
+    mean_weight: float = 1.0
+    """Of the correction's weights over the tokens that it keeps; 1 where they are not normalised."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +71,7 @@ def objective(
     Args:
         logprobs: float32 [N], log π of the targets at the sampling temperature.
         entropy: float32 [N], of π at the targets' positions.
-        batch: Its proximal logprobs may be None: then this pass is the proximal policy.
+        batch: Its proximal logprobs and share may be None: then this pass is the proximal policy.
         kl_coefficient: Of the loss term, at this step; 0 where the distance is in the reward.
 
     Raises:
@@ -77,18 +79,16 @@ def objective(
         ValueError: A loss of the user's that is not one number a token.
     """
     behavior = batch.behavior_logprobs
-    proximal = logprobs.detach() if batch.proximal_logprobs is None else batch.proximal_logprobs
+    proximal = proximal_logprobs(logprobs, batch)
     for values, whose in ((behavior, "behavior"), (logprobs, "learner"), (proximal, "proximal")):
         refuse_non_finite(values, whose, batch.sequence_index, batch.target_ids)
     sequences = torch.unique(batch.sequence_index, return_inverse=True)[1]
     log_rho = log_ratio(proximal, behavior)
-    rho = log_rho.exp()
-    nowhere = torch.zeros_like(rho, dtype=torch.bool)
-    of = algorithm.correction
-    if of.kind == "decoupled":
-        correction, old = decoupled(rho, sequences, of.mask_low, of.mask_high, of.veto), proximal
-    else:
-        correction, old = bypass(rho), behavior
+    correction = correct(
+        log_rho, sequences, algorithm.correction, algorithm.weight_level, total.mean_weight
+    )
+    old = proximal if algorithm.correction.kind == "decoupled" else behavior
+    nowhere = torch.zeros_like(log_rho, dtype=torch.bool)
     if algorithm.loss == "ppo":
         policy, clipped = ppo(logprobs, old, batch.advantages, algorithm.clip_low, algorithm.clip_high)
     elif algorithm.loss == "reinforce":
@@ -98,7 +98,7 @@ def objective(
     per_token = correction.weight * policy
     if algorithm.entropy:
         per_token = per_token - correction.keep * algorithm.entropy * entropy
-    metrics: Metrics = {"reference_kl": torch.zeros_like(rho), "reference_k1": torch.zeros_like(rho)}
+    metrics: Metrics = dict.fromkeys(("reference_kl", "reference_k1"), torch.zeros_like(log_rho))
     if batch.reference_logprobs is not None:
         refuse_non_finite(batch.reference_logprobs, "reference", batch.sequence_index, batch.target_ids)
         distance = kl(logprobs, batch.reference_logprobs, algorithm.kl.estimate)
@@ -112,8 +112,19 @@ def objective(
         "clipped": clipped.float() * correction.keep,
         "masked": correction.masked.float(),
         "vetoed": correction.vetoed.float(),
+        "capped": correction.capped.float(),
     }
     return loss, _summed(loss, log_rho, metrics, batch)
+
+
+def proximal_logprobs(logprobs: Tensor, batch: MicroBatch) -> Tensor:
+    """Of the policy that ρ is of, [N], a constant: as computed before the updates, or estimated from this
+    pass, or this pass's own."""
+    if batch.proximal_logprobs is not None:
+        return batch.proximal_logprobs
+    if batch.proximal_share is not None:
+        return interpolated(logprobs, batch.behavior_logprobs, batch.proximal_share)
+    return logprobs.detach()
 
 
 def pair_objective(
@@ -153,7 +164,7 @@ def pair_objective(
         "reference_kl": kl(logprobs, reference, algorithm.kl.estimate),
         "reference_k1": kl(logprobs, reference, "k1"),
         "entropy": entropy,
-        **dict.fromkeys(("clipped", "masked", "vetoed"), nothing),
+        **dict.fromkeys(("clipped", "masked", "vetoed", "capped"), nothing),
     }
     return loss, _summed(loss, log_ratio(logprobs.detach(), behavior), metrics, batch) | pair_sums
 

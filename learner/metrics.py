@@ -123,6 +123,7 @@ class StepReport:
             "clip_fraction": mean.get("clipped", 0.0),
             "mask_fraction": mean.get("masked", 0.0),
             "veto_fraction": mean.get("vetoed", 0.0),
+            "cap_fraction": mean.get("capped", 0.0),
             "time/forward_backward": self.forward_backward_seconds,
             "time/optimizer": self.optimizer_seconds,
             **(self.value.row() if self.value is not None else {}),

@@ -28,6 +28,8 @@ class MicroBatch(Layout):
     """int32 [N]: policy version that sampled the token."""
     proximal_logprobs: Tensor | None = None
     """float32 [N]: log π of the learner at the start of the batch; None before they are computed."""
+    proximal_share: Tensor | None = None
+    """float32 [N]: where the proximal policy lies between μ and π, if it is estimated; None if it is not."""
     reference_logprobs: Tensor | None = None
     """float32 [N]: log π of the frozen model; None without a KL term."""
     old_values: Tensor | None = None

@@ -4,57 +4,30 @@ Called by `learner/loop.py` on every rank with its data-parallel shard; every ca
 model copy (tensor and pipeline) hold the same shard and so make the same micro-batches in the same order.
 """
 
-import hashlib
 import math
 import time
-from collections.abc import Iterable
-from dataclasses import astuple, dataclass, replace
+from dataclasses import astuple, replace
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from buffer.dotted import is_dotted
-from buffer.records import Batch, Group
+from buffer.records import Batch
 from learner import collectives, parallel
-from learner.advantages import Moments, Rewards, advantages, clipped, moments
+from learner.advantages import Moments
 from learner.config import LearnerExperiment
+from learner.corrections import proximal_share
 from learner.critic import Critic
-from learner.losses import (
-    METRICS,
-    PAIR_METRICS,
-    Denominators,
-    Metrics,
-    Ranking,
-    adapted,
-    kl,
-    objective,
-    pair_objective,
-)
+from learner.losses import METRICS, PAIR_METRICS, Metrics, adapted, kl, objective, pair_objective
 from learner.metrics import StepReport, ValueReport
 from learner.offline.packing import ExampleBatch
 from learner.optimizer import Trainable, learning_rate, set_rates
-from learner.packing import MicroBatch, empty, pack
-from learner.passes import equal_counts, reduce_sums, run_schedule, target_logprobs
+from learner.packing import MicroBatch
+from learner.parts import Part, parts_of
+from learner.passes import reduce_sums, run_schedule, target_logprobs
+from learner.normalisers import mean_weight
 from learner.ptx import TextPart, TextReport, Texts
 from learner.returns import gae, token_moments, token_rewards, whiten
-
-
-@dataclass(slots=True)
-class _Part:
-    """What one optimizer step trains on: micro-batches of this rank, denominators of all."""
-
-    micro_batches: list[MicroBatch]
-    total: Denominators
-    ranking: Ranking
-    """Of what `sequence_index` counts, on this rank's device."""
-
-    def fill(self, name: str, found: list[Tensor]) -> None:
-        """Put what a model found into that field of every micro-batch; nothing but on the last stage."""
-        if found:
-            pairs = zip(self.micro_batches, found, strict=True)
-            self.micro_batches = [replace(m, **{name: values}) for m, values in pairs]
 
 
 class Updater:
@@ -106,7 +79,7 @@ class Updater:
         """
         learner = self._experiment.learner
         started = time.perf_counter()
-        parts = self._parts(shard)
+        parts = parts_of(shard, self._experiment)
         self._fill_logprobs(parts)
         rate = learning_rate(learner.optimizer, shard.index, learner.steps)
         set_rates(self._trainable.optimizer, rate, learner.optimizer)
@@ -117,10 +90,11 @@ class Updater:
             report.value = self._critic.begin(shard.index)
         if self._algorithm.per_token:
             self._estimate(parts, report.value)
-        for part in parts:
+        for number, part in enumerate(parts):
             report.tied_groups += int(part.total.tied_groups)
             if not part.total.tokens:
                 continue
+            self._prepare(part, shard.index, number / len(parts))
             sums = self._forward_backward(part, report.ptx)
             report.forward_backward_seconds += time.perf_counter() - started
             started = time.perf_counter()
@@ -135,66 +109,36 @@ class Updater:
         self._move_coefficient(report)
         return report
 
-    def _parts(self, shard: Batch) -> list[_Part]:
-        learner, algorithm = self._experiment.learner, self._algorithm
-        given = [np.array([t.reward for t in g.trajectories], np.float64) for g in shard.groups]
-        rewards = clipped(given, algorithm.reward_clip)
-        if self._compares_pairs:
-            values = [has_pair(g, r) for g, r in zip(shard.groups, rewards, strict=True)]
-        else:
-            batch = Moments(*collectives.sum_over_data(astuple(moments(rewards))))
-            values = advantages(algorithm.advantage, rewards, batch)
-        digests = [_digest(g) for g in shard.groups]
-        homes = update_of_groups(collectives.digests_over_data(digests), learner.updates_per_batch)
-        parts = []
-        for number in range(learner.updates_per_batch):
-            mine = [i for i, digest in enumerate(digests) if homes[digest] == number]
-            groups = [shard.groups[i] for i in mine]
-            # A group with equal rewards has nothing to teach: no pass over it changes the gradient. With
-            # tokens of different advantages it has, and a loss of the user's may.
-            own = is_dotted(algorithm.loss)
-            only_moving = not (algorithm.kl.coefficient or algorithm.entropy or algorithm.per_token or own)
-            budget, chosen = learner.tokens_per_microbatch, [values[i] for i in mine]
-            micro_batches = pack(groups, chosen, budget, only_moving, whole_groups=self._compares_pairs)
-            ranking = _ranking([rewards[i] for i in mine])
-            total = self._denominators(groups, chosen)
-            parts.append(_Part(equal_counts(micro_batches, empty()), total, ranking))
-        return parts
-
-    def _denominators(self, groups: list[Group], values: list[Rewards]) -> Denominators:
-        """Of all trained tokens, also those whose loss is zero without being computed; of online DPO, of the
-        groups that have a pair."""
-        paired = [g for g, v in zip(groups, values, strict=True) if v.any()] if self._compares_pairs else []
-        counted = paired if self._compares_pairs else groups
-        counts = [int(t.loss_mask.sum()) for group in counted for t in group.trajectories]
-        tied = len(groups) - len(paired)
-        found = collectives.sum_over_data([sum(counts), sum(n > 0 for n in counts), len(paired), tied])
-        tokens, sequences, *pairing = found
-        return Denominators(tokens, sequences, self._experiment.model.max_length, *pairing)
-
-    def _fill_logprobs(self, parts: list[_Part]) -> None:
+    def _fill_logprobs(self, parts: list[Part]) -> None:
         """Those of the reference and of the proximal policy, where they are needed before the updates."""
         models = {}
         if self._reference is not None:
             models["reference_logprobs"] = self._reference
-        # With one update the training pass itself is the proximal policy's; DPO has none in its loss.
-        several = self._experiment.learner.updates_per_batch > 1 and not self._compares_pairs
-        if several or self._rewards_proximal:
+        if self._experiment.learner.proximal_pass:
             models["proximal_logprobs"] = self._trainable.model
         for name, model in models.items():
             for part in parts:
                 part.fill(name, target_logprobs(model, part.micro_batches, self._temperature))
 
+    def _prepare(self, part: Part, index: int, progress: float) -> None:
+        """What the correction has to know before this optimizer step.
+
+        Args:
+            index: Of the batch.
+            progress: Share of its optimizer steps that have been made.
+        """
+        correction = self._algorithm.correction
+        if correction.proximal == "interpolated" and progress:
+            shares = [proximal_share(m.versions, index, progress) for m in part.micro_batches]
+            part.fill("proximal_share", shares)
+        if correction.normalize:
+            part.total = replace(part.total, mean_weight=mean_weight(part.micro_batches, self._algorithm))
+
     @property
     def _compares_pairs(self) -> bool:
         return self._algorithm.loss == "dpo"
 
-    @property
-    def _rewards_proximal(self) -> bool:
-        """Whether KL in the reward is the proximal policy's; with `bypass` the behavior policy stands in."""
-        return self._algorithm.kl.placement == "reward" and self._algorithm.correction.kind == "decoupled"
-
-    def _estimate(self, parts: list[_Part], report: ValueReport | None) -> None:
+    def _estimate(self, parts: list[Part], report: ValueReport | None) -> None:
         """Give every token its advantage, and its return where there is a value model.
 
         Only the last pipeline stage has what that takes, and only it needs them.
@@ -229,7 +173,7 @@ class Updater:
         """With advantages before whitening, and returns."""
         penalty = None
         if self._algorithm.kl.placement == "reward":
-            old = batch.proximal_logprobs if self._rewards_proximal else batch.behavior_logprobs
+            old = batch.proximal_logprobs if self._algorithm.rewards_proximal else batch.behavior_logprobs
             assert old is not None
             assert batch.reference_logprobs is not None
             penalty = self._kl_coefficient * kl(old, batch.reference_logprobs, self._algorithm.kl.estimate)
@@ -248,7 +192,7 @@ class Updater:
                 self._kl_coefficient, report.divergence, report.completions, of.target, of.horizon
             )
 
-    def _forward_backward(self, part: _Part, report: TextReport | None) -> dict[str, float]:
+    def _forward_backward(self, part: Part, report: TextReport | None) -> dict[str, float]:
         """Gradients of the objective, and of the texts, in one run of the schedule: it ends with the sum over
         the data-parallel ranks, which must not be made twice."""
         in_loss = self._kl_coefficient if self._algorithm.kl.placement == "loss" else 0.0
@@ -273,30 +217,3 @@ class Updater:
         if mixed.tokens and report is not None:
             report.losses.append(reduce_sums(found[count:], ("loss",))["loss"])
         return reduce_sums(found[:count], PAIR_METRICS if self._compares_pairs else METRICS)
-
-
-def update_of_groups(digests: Iterable[bytes], updates: int) -> dict[bytes, int]:
-    """Which optimizer step of the batch trains which group, by digests of the ids of the whole batch.
-
-    Evenly many each, in the digests' order: the same for every layout.
-    """
-    ordered = sorted(set(digests))
-    return {digest: place * updates // len(ordered) for place, digest in enumerate(ordered)}
-
-
-def has_pair(group: Group, rewards: Rewards) -> Rewards:
-    """1 for every trajectory of a group of which two with a trained token differ in their rewards, else 0."""
-    compared = {r for t, r in zip(group.trajectories, rewards.tolist(), strict=True) if t.loss_mask.any()}
-    return np.full_like(rewards, len(compared) > 1)
-
-
-def _ranking(rewards: list[Rewards]) -> Ranking:
-    # An empty micro-batch counts from 0 too, so there is always one.
-    joined = np.concatenate(rewards) if rewards else np.zeros(1)
-    groups = np.repeat(np.arange(len(rewards)), [len(r) for r in rewards]) if rewards else np.zeros(1, int)
-    device = parallel.device()
-    return Ranking(torch.from_numpy(joined).to(device), torch.from_numpy(groups).to(device))
-
-
-def _digest(group: Group) -> bytes:
-    return hashlib.blake2b(group.group_id.encode(), digest_size=collectives.DIGEST_BYTES).digest()

@@ -51,6 +51,60 @@ def test_a_mask_that_trains_nothing(refusal, correction):
     assert "ρ = 1" in refusal(learner={"algorithm": {"correction": correction}})
 
 
+@pytest.mark.parametrize(
+    ("correction", "reason"),
+    [
+        ({"kind": "bypass", "weight": "token"}, "weight would weigh by it once more"),
+        ({"kind": "bypass", "cap": 2, "normalize": True}, "cap, normalize would weigh by it once more"),
+        ({"kind": "bypass", "proximal": "interpolated"}, "kind bypass has no proximal policy"),
+        ({"mask": "none", "mask_low": 0.1}, "mask none bounds no ρ, so mask_low would do nothing"),
+        ({"weight": "none", "cap": 2}, "weight none is 1 everywhere, so cap would do nothing"),
+        ({"weight": "none", "normalize": True}, "so normalize would do nothing"),
+        ({"weight": "sequence"}, "grows with its length without bound; set cap"),
+        ({"cap": 5}, "cap 5 is not below mask_high 5 of the same ρ"),
+        ({"cap": 0.9}, "greater than or equal to 1"),
+        ({"proximal": "interpolated", "normalize": True}, "normalize takes the pass"),
+        ({"proximal": "interpolated"}, "interpolated saves a pass, and updates_per_batch 1 makes none"),
+    ],
+)
+def test_corrections_that_count_the_ratio_twice_or_do_nothing(refusal, correction, reason):
+    assert reason in refusal(learner={"algorithm": {"correction": correction}})
+
+
+def test_what_staleness_forbids(refusal):
+    learner = {"updates_per_batch": 2, "algorithm": {"correction": {"proximal": "interpolated"}}}
+    text = refusal(learner=learner, buffer={"max_staleness": 11})
+    assert "correction.proximal=interpolated with buffer.max_staleness=11" in text
+    uncorrected = {"algorithm": {"loss": "reinforce", "correction": {"kind": "bypass"}}}
+    assert "would be trained as if they were the policy's own" in refusal(learner=uncorrected)
+
+
+def test_an_estimated_proximal_policy_saves_a_pass_or_is_refused(tmp_path, refusal):
+    learner = {"updates_per_batch": 2, "algorithm": {"correction": {"proximal": "interpolated"}}}
+    (tmp_path / "c.yaml").write_text(yaml.safe_dump({**BASE, "learner": learner}))
+    assert not load(tmp_path / "c.yaml", [], LearnerExperiment).learner.proximal_pass
+    learner["algorithm"] |= {
+        "advantage": "reinforce_plus_plus",
+        "kl": {"coefficient": 0.1, "placement": "reward"},
+    }
+    assert "kl.placement reward takes the pass" in refusal(learner=learner)
+
+
+@pytest.mark.parametrize(
+    ("learner", "expected"),
+    [
+        ({}, False),
+        ({"updates_per_batch": 2}, True),
+        ({"updates_per_batch": 2, "algorithm": {"correction": {"kind": "bypass"}}}, False),
+        ({"algorithm": {"correction": {"normalize": True}}}, True),
+        ({"updates_per_batch": 2, "algorithm": {"loss": "dpo"}}, False),
+    ],
+)
+def test_a_pass_comes_first_only_where_something_needs_it(tmp_path, learner, expected):
+    (tmp_path / "c.yaml").write_text(yaml.safe_dump({**BASE, "learner": learner}))
+    assert load(tmp_path / "c.yaml", [], LearnerExperiment).learner.proximal_pass is expected
+
+
 def test_settings_that_would_do_nothing(refusal):
     bypass = {"kind": "bypass", "mask_high": 3}
     assert "mask_high would do nothing" in refusal(learner={"algorithm": {"correction": bypass}})

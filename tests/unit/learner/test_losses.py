@@ -47,9 +47,10 @@ def oracle(logprobs, entropy, batch: MicroBatch, of: AlgorithmConfig) -> float:
         mates = [j for j, s in enumerate(sequences) if s == sequences[i]]
         weight = keep = 1.0
         if of.correction.kind == "decoupled":
-            if not of.correction.mask_low <= rho <= of.correction.mask_high:
+            low, high = of.correction.band
+            if not low <= rho <= high:
                 keep = 0.0
-            if any(math.exp(proximal[j] - behavior[j]) < of.correction.veto for j in mates):
+            if any(math.exp(proximal[j] - behavior[j]) < of.correction.veto_below for j in mates):
                 keep = 0.0
             weight = rho * keep
         a = advantages[i]

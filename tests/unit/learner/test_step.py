@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from learner.optimizer import apply_gradients
-from learner.step import update_of_groups
+from learner.parts import update_of_groups
 
 
 def digests(count):

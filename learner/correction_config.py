@@ -1,0 +1,118 @@
+"""What is done about tokens that another policy sampled, as section `learner.algorithm.correction` says it."""
+
+import math
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+
+from buffer.experiment import Section
+
+Level = Literal["token", "sequence", "geometric", "none"]
+"""Over which tokens a ratio is taken: one; all of a completion, as a product; all of it, as the geometric
+mean of one; or no ratio is."""
+
+BANDS: dict[Level, tuple[float, float]] = {
+    "token": (0.5, 5.0),
+    "sequence": (0.5, 2.0),
+    "geometric": (0.99, 1.01),
+    "none": (0.0, math.inf),
+}
+"""Where a ratio of that level must lie unless the file says otherwise."""
+
+VETO = 1e-4
+
+
+def changed(section: Section, *keys: str) -> list[str]:
+    """Which of the keys differ from their defaults; a resolved file names every key, the defaults too."""
+    return sorted(k for k in keys if getattr(section, k) != type(section).model_fields[k].default)
+
+
+class CorrectionConfig(Section):
+    """What is done about ρ = π_proximal / π_behavior, the distance between learner and sampling policy."""
+
+    kind: Literal["decoupled", "bypass"] = "decoupled"
+    """decoupled: the loss's ratio is to the proximal policy and ρ weighs it (arXiv 2110.00641); bypass:
+    the loss's ratio is to the behavior policy, and ρ, with π in the place of π_proximal, is no weight."""
+    proximal: Literal["computed", "interpolated"] = "computed"
+    """Of several updates_per_batch: π_proximal of a pass before them, or estimated from π, π_behavior and the
+    tokens' versions, without a pass (A-3PO, arXiv 2512.06547)."""
+    weight: Level | None = None
+    """Whose ρ weighs a token's policy loss; null: the token's, and with loss gspo its completion's geometric
+    mean."""
+    cap: float | None = Field(default=None, ge=1)
+    """Weights are truncated there (truncated importance sampling); null does not truncate."""
+    normalize: bool = False
+    """Weights are divided by their mean over the optimizer step's batch, which takes a pass before it."""
+    mask: Level | None = None
+    """Whose ρ has to lie in [mask_low, mask_high] for a token to be trained; null: the token's, and with kind
+    bypass none has to."""
+    mask_low: float | None = Field(default=None, ge=0)
+    mask_high: float | None = Field(default=None, gt=0)
+    """null: 0.5 and 5 of a token, 0.5 and 2 of a sequence, 0.99 and 1.01 of a geometric mean."""
+    veto: float | None = Field(default=None, ge=0)
+    """A sequence with any token whose ρ is below this is not trained; 0 never vetoes. null: 1e-4, and with
+    kind bypass 0."""
+
+    @property
+    def mask_level(self) -> Level:
+        return self.mask or ("none" if self.kind == "bypass" else "token")
+
+    @property
+    def band(self) -> tuple[float, float]:
+        low, high = BANDS[self.mask_level]
+        return (
+            low if self.mask_low is None else self.mask_low,
+            high if self.mask_high is None else self.mask_high,
+        )
+
+    @property
+    def veto_below(self) -> float:
+        unset = 0.0 if self.kind == "bypass" else VETO
+        return unset if self.veto is None else self.veto
+
+    @model_validator(mode="after")
+    def _counts_the_ratio_once(self) -> Self:
+        twice = changed(self, "weight", "cap", "normalize")
+        if self.kind == "bypass" and twice:
+            raise ValueError(
+                f"kind bypass has the ratio to the behavior policy in its loss, and {', '.join(twice)} would "
+                "weigh by it once more; remove it, or use kind decoupled"
+            )
+        if self.kind == "bypass" and self.proximal != "computed":
+            raise ValueError("kind bypass has no proximal policy, so proximal would do nothing; remove it")
+        return self
+
+    @model_validator(mode="after")
+    def _trains_something(self) -> Self:
+        idle = changed(self, "mask_low", "mask_high")
+        if self.mask_level == "none" and idle:
+            where = "mask none" if self.mask else "kind bypass without mask"
+            raise ValueError(f"{where} bounds no ρ, so {', '.join(idle)} would do nothing; remove it")
+        low, high = self.band
+        if not low <= 1 <= high or self.veto_below >= 1:
+            raise ValueError(
+                f"mask [{low:g}, {high:g}] and veto {self.veto_below:g} would not train "
+                "a token with ρ = 1; expected mask_low ≤ 1 ≤ mask_high and veto < 1"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _weighs_by_something_finite(self) -> Self:
+        idle = changed(self, "cap", "normalize")
+        if self.weight == "none" and idle:
+            raise ValueError(f"weight none is 1 everywhere, so {', '.join(idle)} would do nothing; remove it")
+        bounded = self.cap is not None or (self.mask_level == "sequence" and math.isfinite(self.band[1]))
+        if self.weight == "sequence" and not bounded:
+            raise ValueError(
+                "weight sequence is a product over a completion's tokens, which grows with its length without "
+                "bound; set cap (2 to 10 is usual), or mask sequence"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _knows_the_weights_in_time(self) -> Self:
+        if self.normalize and self.proximal == "interpolated":
+            raise ValueError(
+                "normalize takes the pass that proximal interpolated is there to save; use proximal computed"
+            )
+        return self

@@ -1,0 +1,146 @@
+"""A whole step of the policy: what corrections learn of the global batch before an update, and from what."""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from buffer.records import Batch, Group, Trajectory
+from learner import parallel
+from learner import step as step_module
+from learner.config import LearnerExperiment, ParallelConfig
+from learner.losses import Denominators
+from learner.metrics import StepReport
+from learner.model import build_model
+from learner.optimizer import make_trainable
+from learner.packing import MicroBatch
+from learner.step import Updater
+
+INDEX = 7
+REWARDS = [[1.0, 0.0], [0.0, 2.0], [1.0, 1.0], [0.5, 0.0]]
+"""Of each group; the third's are equal, so no pass is made over it."""
+
+
+@pytest.fixture(scope="module")
+def one_process():
+    parallel.initialize(ParallelConfig(), seed=3)
+    yield
+    parallel.shutdown()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=67, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=64,
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    made = tmp_path_factory.mktemp("model")
+    model.save_pretrained(made)
+    return made
+
+
+def group(number: int) -> Group:
+    draw = np.random.default_rng(number)
+    prompt = draw.integers(3, 67, 4)
+    made = []
+    for index, reward in enumerate(REWARDS[number]):
+        length = int(draw.integers(3, 9))
+        ids = np.concatenate([prompt, draw.integers(3, 67, length)]).astype(np.int32)
+        mask = np.array([0] * 4 + [1] * length, np.uint8)
+        behavior = (draw.normal(-4.2, 0.3, len(ids)) * mask).astype(np.float32)
+        versions = (INDEX - draw.integers(0, 3, len(ids)) * mask).astype(np.int32) * mask
+        made.append(Trajectory(index, ids, mask, behavior, versions, reward, {}, "stop"))
+    return Group(f"g{number}", "lease", str(number), "train", tuple(made))
+
+
+BATCH = Batch(INDEX, tuple(group(n) for n in range(4)), {})
+
+
+@dataclass
+class Step:
+    report: StepReport
+    given: list[tuple[MicroBatch, Denominators]]
+    """What the objective was called with."""
+
+
+@pytest.fixture
+def trained(one_process, folder, monkeypatch):
+    def step(budget: int = 64, updates: int = 1, **algorithm) -> Step:
+        of = LearnerExperiment.model_validate(
+            {
+                "name": "x",
+                "run_dir": "r",
+                "model": {"path": str(folder), "dtype": "float32", "max_length": 64},
+                "buffer": {"groups_per_batch": 4},
+                "rollout": {"group_size": 2},
+                "learner": {
+                    "updates_per_batch": updates,
+                    "tokens_per_microbatch": budget,
+                    "optimizer": {"lr": 1e-9},
+                    "algorithm": algorithm,
+                },
+            }
+        )
+        policy = make_trainable(
+            build_model(folder, of.learner.parallel, torch.float32), of.learner.optimizer, of.learner.parallel
+        )
+        given, original = [], step_module.objective
+
+        def remember(*args):
+            given.append((args[2], args[4]))
+            return original(*args)
+
+        monkeypatch.setattr(step_module, "objective", remember)
+        report = Updater(of, policy, None).update(BATCH)
+        monkeypatch.setattr(step_module, "objective", original)
+        return Step(report, given)
+
+    return step
+
+
+@torch.no_grad()
+def log_ratios(folder) -> dict[float, float]:
+    """log π / μ of every trained token that a gradient comes from, by its log μ, which is its own."""
+    model, found = AutoModelForCausalLM.from_pretrained(folder), {}
+    moving = [g for g in BATCH.groups if len({t.reward for t in g.trajectories}) > 1]
+    for trajectory in (t for g in moving for t in g.trajectories):
+        ids = torch.tensor(trajectory.token_ids[None], dtype=torch.int64)
+        logprobs = model(ids).logits[0].log_softmax(-1)
+        for t in np.flatnonzero(trajectory.loss_mask):
+            mu = float(trajectory.behavior_logprobs[t])
+            found[mu] = float(logprobs[t - 1, ids[0, t]]) - mu
+    return found
+
+
+def test_weights_are_divided_by_their_mean_over_all_micro_batches(trained, folder):
+    correction = {"normalize": True, "cap": 1.5, "veto": 0}
+    one, several = (trained(budget, correction=correction) for budget in (512, 64))
+    assert len(one.given) == 1 < len(several.given)
+    rho = [math.exp(x) for x in log_ratios(folder).values()]
+    weights = [min(x, 1.5) for x in rho if 0.5 <= x <= 5]
+    expected = sum(weights) / len(weights)
+    assert abs(expected - 1) > 0.02, "the case is to tell something"
+    assert {total.mean_weight for _, total in one.given} == {pytest.approx(expected, rel=1e-4)}
+    assert {total.mean_weight for _, total in several.given} == {pytest.approx(expected, rel=1e-4)}
+    plain = trained(512, correction=correction | {"normalize": False})
+    norms = [s.report.grad_norms[0] for s in (one, several, plain)]
+    assert norms[1] == pytest.approx(norms[0], rel=1e-4)
+    assert norms[2] == pytest.approx(norms[0] * expected, rel=1e-4), "the gradient is linear in the weights"
+
+
+def test_the_proximal_policy_is_estimated_only_once_the_policy_has_left_it(trained):
+    step = trained(512, updates=2, correction={"proximal": "interpolated"})
+    (first, _), (second, _) = step.given
+    assert first.proximal_logprobs is first.proximal_share is second.proximal_logprobs is None
+    ages = INDEX - second.versions.float()
+    assert second.proximal_share is not None
+    assert second.proximal_share.tolist() == pytest.approx((ages / (ages + 0.5)).tolist())
+    assert 0 < len(set(ages.tolist())) <= 3
