@@ -55,6 +55,12 @@ def clipped(groups: Sequence[Rewards], limit: float | None) -> list[Rewards]:
     return list(groups) if limit is None else [rewards.clip(-limit, limit) for rewards in groups]
 
 
+def length_penalty(lengths: Rewards, limit: int, band: int, penalty: float) -> Rewards:
+    """What is added to the rewards of completions of these lengths, [G] in tokens: 0 up to limit - band, from
+    there a line to -penalty at the limit (DAPO's soft overlong punishment, arXiv 2503.14476, section 3.4)."""
+    return -penalty * ((lengths - (limit - band)) / band).clip(0.0, 1.0)
+
+
 def advantages(kind: str, groups: Sequence[Rewards], batch: Moments) -> list[Rewards]:
     """Advantages of a shard's groups, each of its rewards' shape; rewards are finite.
 

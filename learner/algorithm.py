@@ -4,7 +4,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
-from buffer.dotted import named
+from buffer.dotted import is_dotted, named
 from buffer.experiment import Section
 from learner.correction_config import CorrectionConfig, Level, changed
 
@@ -46,7 +46,11 @@ class KLConfig(Section):
 
 
 ADVANTAGES = ("grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "gae")
-LOSSES = ("ppo", "reinforce", "dpo")
+LOSSES = ("ppo", "reinforce", "cispo", "gspo", "dppo", "m2po", "dpo")
+CLIPS = {"ppo": (0.2, 0.2), "cispo": (1.0, 5.0), "gspo": (3e-4, 4e-4), "dppo": (0.2, 0.2)}
+"""Below and above, of the losses that clip, unless the file says otherwise."""
+BYPASSING = ("dppo", "m2po")
+"""Losses whose ratio is π / μ by definition."""
 
 
 class PairLossConfig(Section):
@@ -63,6 +67,33 @@ class PairLossConfig(Section):
     def _smooths_labels(self) -> Self:
         if self.loss == "ipo" and self.label_smoothing:
             raise ValueError("loss ipo has no labels to smooth; remove label_smoothing or take loss sigmoid")
+        return self
+
+
+class DPPOConfig(Section):
+    penalty: float = Field(default=1e-3, ge=0)
+    """Coefficient of (log π - log μ)², at every token."""
+
+
+class M2POConfig(Section):
+    second_moment: float = Field(default=0.04, gt=0)
+    """Largest mean of (log π - log μ)² over the tokens that are trained; the furthest off are left out."""
+
+
+class OverlongConfig(Section):
+    """What is done about completions at their limit of length (DAPO, arXiv 2503.14476, section 3.4)."""
+
+    band: int | None = Field(default=None, ge=1)
+    """Tokens before rollout.sampling.max_tokens over which the reward falls with each one; null: none."""
+    penalty: float = Field(default=1.0, gt=0)
+    """By how much it falls over the band."""
+    filter: bool = False
+    """A completion that was cut by its length is not trained; its reward counts for its group's others."""
+
+    @model_validator(mode="after")
+    def _penalises(self) -> Self:
+        if self.band is None and changed(self, "penalty"):
+            raise ValueError("without band no reward falls, so penalty would do nothing; set band")
         return self
 
 
@@ -84,18 +115,25 @@ class AlgorithmConfig(Section):
     f(rewards of one group) -> as many advantages."""
     reward_clip: float | None = Field(default=None, gt=0)
     """Rewards are clipped to [-reward_clip, reward_clip] before anything else; null leaves them."""
+    overlong: OverlongConfig = OverlongConfig()
     loss: Annotated[str, AfterValidator(named(*LOSSES))] = "ppo"
-    """ppo, reinforce, dpo (online DPO: each pair of a group's completions with different rewards is a
-    preference), or `package.module:function` of your own, called as f(logprobs, old_logprobs, batch) ->
-    the loss of every token."""
+    """ppo, reinforce, cispo, gspo, dppo, m2po, dpo (online DPO: each pair of a group's completions with
+    different rewards is a preference), or `package.module:function` of your own, called as
+    f(logprobs, old_logprobs, batch) -> the loss of every token."""
     dpo: PairLossConfig = PairLossConfig()
     """Of loss dpo."""
-    clip_low: float = Field(default=0.2, ge=0)
-    clip_high: float = Field(default=0.2, ge=0)
-    """PPO's ratio is clipped to [1 - clip_low, 1 + clip_high]."""
-    aggregate: Literal["token", "sequence", "constant"] = "token"
+    dppo: DPPOConfig = DPPOConfig()
+    """Of loss dppo."""
+    m2po: M2POConfig = M2POConfig()
+    """Of loss m2po."""
+    clip_low: float | None = Field(default=None, ge=0)
+    clip_high: float | None = Field(default=None, ge=0)
+    """The ratio is clipped to [1 - clip_low, 1 + clip_high]; of loss dppo, how far a probability may fall and
+    rise. null: 0.2 and 0.2 of ppo and dppo, 1 and 5 of cispo, 3e-4 and 4e-4 of gspo."""
+    aggregate: Literal["token", "sequence", "constant"] | None = None
     """Loss is the mean over the batch's trained tokens; the mean over sequences of each one's token mean; or
-    the sum divided by sequences · model.max_length (Dr.GRPO, arXiv 2503.20783)."""
+    the sum divided by sequences · model.max_length (Dr.GRPO, arXiv 2503.20783). null: token, and of loss gspo
+    sequence."""
     correction: CorrectionConfig = CorrectionConfig()
     kl: KLConfig = KLConfig()
     entropy: float = Field(default=0.0, ge=0)
@@ -107,10 +145,20 @@ class AlgorithmConfig(Section):
             reason = UNUSED_BY_DPO[setting]
             raise ValueError(f"{setting} would do nothing with loss dpo: {reason}; remove it")
         idle = changed(self, "clip_low", "clip_high")
-        if self.loss != "ppo" and idle:
+        if self.loss not in CLIPS and idle:
             raise ValueError(f"loss {self.loss} does not clip by it, so {', '.join(idle)} would do nothing")
-        if self.loss != "dpo" and changed(self, "dpo"):
-            raise ValueError(f"loss {self.loss} compares no pairs, so dpo would do nothing; take loss dpo")
+        for other in changed(self, "dpo", "dppo", "m2po"):
+            if other != self.loss:
+                raise ValueError(f"{other} is of loss {other} and would do nothing with loss {self.loss}")
+        if self.kl.placement == "reward" and self.advantage not in ("gae", "reinforce_plus_plus"):
+            raise ValueError(
+                f"kl.placement reward makes a reward for every token, and advantage {self.advantage} "
+                "compares one number of each completion; use gae, reinforce_plus_plus, or kl.placement loss"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _corrects_something(self) -> Self:
         of = self.correction
         if of.cap is not None and self.weight_level == of.mask_level and of.cap >= of.band[1]:
             raise ValueError(
@@ -122,17 +170,47 @@ class AlgorithmConfig(Section):
                 "kl.placement reward takes the pass that correction.proximal interpolated is there to save; "
                 "use proximal computed, or kl.placement loss"
             )
-        if self.kl.placement == "reward" and self.advantage not in ("gae", "reinforce_plus_plus"):
+        return self
+
+    @model_validator(mode="after")
+    def _measures_from_the_right_policy(self) -> Self:
+        bypass = self.correction.kind == "bypass"
+        if self.loss in BYPASSING and not bypass:
             raise ValueError(
-                f"kl.placement reward makes a reward for every token, and advantage {self.advantage} "
-                "compares one number of each completion; use gae, reinforce_plus_plus, or kl.placement loss"
+                f"loss {self.loss} has the ratio to the behavior policy in it, and correction.kind decoupled "
+                "would weigh by that distance once more; set correction.kind: bypass"
+            )
+        if self.loss == "gspo" and bypass and len(changed(self, "clip_low", "clip_high")) < 2:
+            raise ValueError(
+                "loss gspo clips at 3e-4 and 4e-4 from the proximal policy, and with correction.kind bypass "
+                "from the behavior policy, further off than that by its rounding alone; set clip_low and "
+                "clip_high, or kind decoupled"
             )
         return self
+
+    @property
+    def clip(self) -> tuple[float, float]:
+        """Below and above, of a loss that clips."""
+        low, high = CLIPS[self.loss]
+        return (
+            low if self.clip_low is None else self.clip_low,
+            high if self.clip_high is None else self.clip_high,
+        )
+
+    @property
+    def aggregation(self) -> Literal["token", "sequence", "constant"]:
+        return self.aggregate or ("sequence" if self.loss == "gspo" else "token")
 
     @property
     def per_token(self) -> bool:
         """Whether the tokens of one completion differ in their advantage."""
         return self.advantage == "gae" or self.kl.placement == "reward"
+
+    @property
+    def trains_equal_groups(self) -> bool:
+        """Whether a group with equal rewards, whose advantages are 0, has a gradient all the same."""
+        others = (self.kl.coefficient, self.entropy, self.loss == "dppo" and self.dppo.penalty)
+        return self.per_token or is_dotted(self.loss) or any(others)
 
     @property
     def rewards_proximal(self) -> bool:
@@ -142,7 +220,9 @@ class AlgorithmConfig(Section):
     @property
     def weight_level(self) -> Level:
         """Whose ρ weighs a token's policy loss."""
-        return "none" if self.correction.kind == "bypass" else self.correction.weight or "token"
+        if self.correction.kind == "bypass":
+            return "none"
+        return self.correction.weight or ("geometric" if self.loss == "gspo" else "token")
 
     @property
     def told(self) -> str:

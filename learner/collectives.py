@@ -36,6 +36,18 @@ def from_last_stage(values: Sequence[float]) -> list[float]:
     return tensor.tolist()
 
 
+def numbers_over_data(mine: torch.Tensor) -> torch.Tensor:
+    """The numbers [n] of all data-parallel ranks in one tensor, float64, in the ranks' order."""
+    counts = torch.zeros(parallel.dp_size(), dtype=torch.int64, device=mine.device)
+    counts[parallel.dp_rank()] = len(mine)
+    dist.all_reduce(counts, group=parallel.data_parallel_group())
+    padded = torch.zeros(max(1, int(counts.max())), dtype=torch.float64, device=mine.device)
+    padded[: len(mine)] = mine
+    found = [torch.empty_like(padded) for _ in range(parallel.dp_size())]
+    dist.all_gather(found, padded, parallel.data_parallel_group())
+    return torch.cat([part[:count] for part, count in zip(found, counts.tolist(), strict=True)])
+
+
 def digests_over_data(digests: Sequence[bytes]) -> list[bytes]:
     """The digests, DIGEST_BYTES long each, of all data-parallel ranks."""
     return _rows_over_data(digests, DIGEST_BYTES)

@@ -8,8 +8,8 @@ from buffer.config import BufferConfig
 from buffer.dotted import named
 from buffer.experiment import Experiment, LoggingConfig, ModelConfig, PromptSource, Section
 from learner.algorithm import AlgorithmConfig
+from learner.correction_config import changed
 from sync.config import SyncConfig
-
 
 INTERPOLATED_STALENESS = 10
 """Versions over which the proximal policy may be interpolated (arXiv 2512.06547 tried up to 8)."""
@@ -58,9 +58,28 @@ class ValueConfig(Section):
     """Discount of one token."""
     gae_lambda: float = Field(default=0.95, ge=0, le=1)
     """0: one-step advantages; 1: the whole return less the value (arXiv 1506.02438)."""
+    targets: Literal["gae", "vtrace"] = "gae"
+    """What V is trained towards: the returns of the policy that sampled, or V-trace's, of one nearer to the
+    proximal policy (arXiv 1802.01561), which takes a pass before the updates."""
+    rho_bar: float = Field(default=1.0, gt=0)
+    """Of V-trace: where ρ is truncated that weighs a step's error; whose values are learned."""
+    c_bar: float = Field(default=1.0, gt=0)
+    """Of V-trace: where ρ is truncated that carries an error back; at most rho_bar."""
     clip: float = Field(default=0.2, gt=0)
     """How far from its value at the start of the batch a state's value may go with profit."""
     optimizer: OptimizerConfig = OptimizerConfig(lr=5e-6)
+
+    @model_validator(mode="after")
+    def _truncates_as_vtrace_does(self) -> Self:
+        idle = changed(self, "rho_bar", "c_bar")
+        if self.targets == "gae" and idle:
+            raise ValueError(f"targets gae have no ρ, so {', '.join(idle)} would do nothing; use vtrace")
+        if self.c_bar > self.rho_bar:
+            raise ValueError(
+                f"c_bar {self.c_bar:g} is above rho_bar {self.rho_bar:g}: V-trace would carry back more of "
+                "an error than it corrects; expected rho_bar ≥ c_bar"
+            )
+        return self
 
 
 class PtxConfig(Section):
@@ -169,14 +188,25 @@ class LearnerConfig(TrainingConfig):
         if of.loss == "dpo":
             return False
         measured = of.correction.kind == "decoupled" and of.correction.proximal == "computed"
-        return (self.updates_per_batch > 1 and measured) or of.rewards_proximal or of.correction.normalize
+        several = self.updates_per_batch > 1 and measured
+        return several or of.rewards_proximal or of.correction.normalize or self._traces
+
+    @property
+    def _traces(self) -> bool:
+        return self.value is not None and self.value.targets == "vtrace"
 
     @model_validator(mode="after")
     def _needs_the_proximal_policy(self) -> Self:
-        if self.updates_per_batch == 1 and self.algorithm.correction.proximal == "interpolated":
+        interpolated = self.algorithm.correction.proximal == "interpolated"
+        if interpolated and self._traces:
             raise ValueError(
-                "algorithm.correction.proximal interpolated saves a pass, and updates_per_batch 1 makes none: "
-                "its one update is the proximal policy's own; use computed, or more updates"
+                "value.targets vtrace takes the pass that algorithm.correction.proximal interpolated is "
+                "there to save; use computed"
+            )
+        if interpolated and self.updates_per_batch == 1:
+            raise ValueError(
+                "algorithm.correction.proximal interpolated saves a pass, and updates_per_batch 1 makes "
+                "none: its one update is the proximal policy's own; use computed, or more updates"
             )
         return self
 
@@ -208,6 +238,7 @@ class SampledBy(Section):
     model_config = ConfigDict(extra="ignore", frozen=True)
 
     group_size: int = Field(default=8, ge=1)
+    episode: str | None = None
     sampling: Sampling = Sampling()
 
 
@@ -243,23 +274,42 @@ class LearnerExperiment(Experiment):
                 f"learner.updates_per_batch={updates} would split buffer.groups_per_batch={groups} groups; "
                 "expected at most one update for each group"
             )
-        correction, stale = self.learner.algorithm.correction, self.buffer.max_staleness
-        if correction.proximal == "interpolated" and stale > INTERPOLATED_STALENESS:
-            raise ValueError(
-                f"learner.algorithm.correction.proximal=interpolated with buffer.max_staleness={stale}: a line "
-                f"through more than {INTERPOLATED_STALENESS} versions is no estimate of the policy on the way; "
-                "use computed, or fresher tokens"
-            )
-        if self.learner.algorithm.loss == "reinforce" and correction.kind == "bypass" and stale:
-            raise ValueError(
-                "learner.algorithm.loss=reinforce has no ratio to the behavior policy and correction.kind=bypass "
-                f"no weight: tokens up to buffer.max_staleness={stale} versions old would be trained as if they "
-                "were the policy's own; use kind decoupled, or loss cispo"
-            )
         kl = self.learner.algorithm.kl
         if kl.target is not None and kl.horizon < groups * size:
             raise ValueError(
                 f"learner.algorithm.kl.horizon={kl.horizon:g} is less than one batch's {groups * size} "
                 "completions (buffer.groups_per_batch · rollout.group_size); expected at least that many"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _is_fresh_enough(self) -> Self:
+        correction, stale = self.learner.algorithm.correction, self.buffer.max_staleness
+        if correction.proximal == "interpolated" and stale > INTERPOLATED_STALENESS:
+            raise ValueError(
+                f"learner.algorithm.correction.proximal=interpolated with buffer.max_staleness={stale}: a "
+                f"line through more than {INTERPOLATED_STALENESS} versions tells nothing of the policies on "
+                "its way; use computed, or fresher tokens"
+            )
+        if self.learner.algorithm.loss == "reinforce" and correction.kind == "bypass" and stale:
+            raise ValueError(
+                "learner.algorithm.loss=reinforce has no ratio to the behavior policy and "
+                f"correction.kind=bypass no weight: tokens up to buffer.max_staleness={stale} versions old "
+                "would be trained as if they were the policy's own; use kind decoupled, or loss cispo"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _knows_the_longest(self) -> Self:
+        band, limit = self.learner.algorithm.overlong.band, self.rollout.sampling.max_tokens
+        if band is not None and self.rollout.episode is not None:
+            raise ValueError(
+                "learner.algorithm.overlong.band counts back from rollout.sampling.max_tokens, which of a "
+                "rollout.episode is each turn's limit and not the conversation's; remove band"
+            )
+        if band is not None and band > limit:
+            raise ValueError(
+                f"learner.algorithm.overlong.band={band} is more than rollout.sampling.max_tokens={limit}; "
+                "expected a part of it"
             )
         return self

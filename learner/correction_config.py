@@ -1,4 +1,4 @@
-"""What is done about tokens that another policy sampled, as section `learner.algorithm.correction` says it."""
+"""What is done about tokens of another policy, as section `learner.algorithm.correction` says it."""
 
 import math
 from typing import Literal, Self
@@ -104,8 +104,8 @@ class CorrectionConfig(Section):
         bounded = self.cap is not None or (self.mask_level == "sequence" and math.isfinite(self.band[1]))
         if self.weight == "sequence" and not bounded:
             raise ValueError(
-                "weight sequence is a product over a completion's tokens, which grows with its length without "
-                "bound; set cap (2 to 10 is usual), or mask sequence"
+                "weight sequence is a product over a completion's tokens, which grows with its length "
+                "without bound; set cap (2 to 10 is usual), or mask sequence"
             )
         return self
 

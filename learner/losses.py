@@ -11,10 +11,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from buffer.dotted import resolve
 from learner.algorithm import AlgorithmConfig, Estimator
-from learner.corrections import correct, interpolated, log_ratio, ratio, refuse_non_finite
+from learner.corrections import correct, interpolated, log_ratio, refuse_non_finite
 from learner.packing import MicroBatch
+from learner.policy_losses import policy_loss
 from learner.preference import PAIR_SUMS, over_pairs, pair_loss, sum_by_response
 
 Metrics = dict[str, Tensor]
@@ -84,17 +84,9 @@ def objective(
         refuse_non_finite(values, whose, batch.sequence_index, batch.target_ids)
     sequences = torch.unique(batch.sequence_index, return_inverse=True)[1]
     log_rho = log_ratio(proximal, behavior)
-    correction = correct(
-        log_rho, sequences, algorithm.correction, algorithm.weight_level, total.mean_weight
-    )
+    correction = correct(log_rho, sequences, algorithm.correction, algorithm.weight_level, total.mean_weight)
     old = proximal if algorithm.correction.kind == "decoupled" else behavior
-    nowhere = torch.zeros_like(log_rho, dtype=torch.bool)
-    if algorithm.loss == "ppo":
-        policy, clipped = ppo(logprobs, old, batch.advantages, algorithm.clip_low, algorithm.clip_high)
-    elif algorithm.loss == "reinforce":
-        policy, clipped = reinforce(logprobs, batch.advantages), nowhere
-    else:
-        policy, clipped = own(algorithm.loss, logprobs, old, batch), nowhere
+    policy, clipped = policy_loss(logprobs, old, sequences, batch, algorithm)
     per_token = correction.weight * policy
     if algorithm.entropy:
         per_token = per_token - correction.keep * algorithm.entropy * entropy
@@ -106,7 +98,7 @@ def objective(
             per_token = per_token + correction.keep * kl_coefficient * distance
         metrics["reference_kl"] = distance
         metrics["reference_k1"] = kl(logprobs, batch.reference_logprobs, "k1")
-    loss = aggregate(per_token, batch.weights, sequences, algorithm.aggregate, total)
+    loss = aggregate(per_token, batch.weights, sequences, algorithm.aggregation, total)
     metrics |= {
         "entropy": entropy,
         "clipped": clipped.float() * correction.keep,
@@ -185,36 +177,6 @@ def _summed(loss: Tensor, log_rho: Tensor, per_token: Metrics, batch: MicroBatch
     sums["rho_max"] = (rho * batch.weights).max().double()
     sums["loss"] = loss.detach().double()
     return sums
-
-
-def ppo(
-    logprobs: Tensor, old: Tensor, advantages: Tensor, clip_low: float, clip_high: float
-) -> tuple[Tensor, Tensor]:
-    """-min(r·A, clip(r, 1 - low, 1 + high)·A) with r = π / π_old, and where the clipped side is the smaller.
-
-    All [N]; arXiv 1707.06347.
-    """
-    r = ratio(logprobs, old)
-    plain, limited = r * advantages, r.clamp(1 - clip_low, 1 + clip_high) * advantages
-    return -torch.minimum(plain, limited), (limited < plain).detach()
-
-
-def reinforce(logprobs: Tensor, advantages: Tensor) -> Tensor:
-    """-A·log π, [N]; the correction's ρ makes it the importance-weighted policy gradient."""
-    return -advantages * logprobs
-
-
-def own(path: str, logprobs: Tensor, old: Tensor, batch: MicroBatch) -> Tensor:
-    """What a function of the user's makes of every token, [N]; the correction multiplies it.
-
-    Raises:
-        ValueError: It made something else.
-    """
-    made = resolve(path)(logprobs, old, batch)
-    if not isinstance(made, Tensor) or made.shape != logprobs.shape:
-        found = list(made.shape) if isinstance(made, Tensor) else type(made).__name__
-        raise ValueError(f"{path} returned {found}; expected a loss for each of {len(logprobs)} tokens")
-    return made
 
 
 def value_objective(

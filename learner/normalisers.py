@@ -1,17 +1,19 @@
 """What a correction or a loss has to know of all tokens of an optimizer step before it is made.
 
-Called by `learner/step.py` on every rank; collective. Only the last pipeline stage has logprobs; sums are over
-its data-parallel ranks, so what is found is the same whatever the layout and the micro-batches.
+Called by `learner/step.py` on every rank; collective. Only the last pipeline stage has logprobs; what is
+found is over its data-parallel ranks, and so the same whatever the layout and the micro-batches.
 """
 
 from collections.abc import Iterable, Sequence
 
 import torch
+from torch import Tensor
 
 from learner import collectives, parallel
 from learner.algorithm import AlgorithmConfig
 from learner.corrections import correct, log_ratio
 from learner.packing import MicroBatch
+from learner.policy_losses import trusted_limit
 
 
 def mean_weight(micro_batches: Sequence[MicroBatch], algorithm: AlgorithmConfig) -> float:
@@ -19,6 +21,26 @@ def mean_weight(micro_batches: Sequence[MicroBatch], algorithm: AlgorithmConfig)
     mine = weight_sums(micro_batches if parallel.is_last_stage() else (), algorithm)
     weights, tokens = collectives.from_last_stage(collectives.sum_over_data(mine))
     return weights / tokens if weights else 1.0
+
+
+def trusted_tokens(
+    micro_batches: Sequence[MicroBatch], logprobs: Sequence[Tensor], second_moment: float
+) -> list[Tensor]:
+    """Of each micro-batch, which tokens loss m2po trains, bool [N]; on the last stage only.
+
+    Args:
+        micro_batches: Of this rank.
+        logprobs: log π of the weights that are about to be trained, float32 [N] of each micro-batch; none but
+            on the last stage.
+        second_moment: Of log π/μ, over the trusted tokens of the global batch.
+    """
+    if not parallel.is_last_stage():
+        return []
+    pairs = list(zip(micro_batches, logprobs, strict=True))
+    squares = [(found - batch.behavior_logprobs) ** 2 for batch, found in pairs]
+    real = [of[batch.weights > 0] for of, (batch, _) in zip(squares, pairs, strict=True)]
+    limit = trusted_limit(collectives.numbers_over_data(torch.cat(real)), second_moment)
+    return [of <= limit for of in squares]
 
 
 def weight_sums(micro_batches: Iterable[MicroBatch], algorithm: AlgorithmConfig) -> tuple[float, float]:

@@ -30,6 +30,8 @@ class MicroBatch(Layout):
     """float32 [N]: log π of the learner at the start of the batch; None before they are computed."""
     proximal_share: Tensor | None = None
     """float32 [N]: where the proximal policy lies between μ and π, if it is estimated; None if it is not."""
+    trusted: Tensor | None = None
+    """bool [N]: whether loss m2po trains it; None before that is known, and under other losses."""
     reference_logprobs: Tensor | None = None
     """float32 [N]: log π of the frozen model; None without a KL term."""
     old_values: Tensor | None = None

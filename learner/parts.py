@@ -11,10 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from buffer.dotted import is_dotted
 from buffer.records import Batch, Group
 from learner import collectives, parallel
-from learner.advantages import Moments, Rewards, advantages, clipped, moments
+from learner.advantages import Moments, Rewards, advantages, clipped, length_penalty, moments
 from learner.config import LearnerExperiment
 from learner.losses import Denominators, Ranking
 from learner.packing import MicroBatch, empty, pack
@@ -45,28 +44,49 @@ def parts_of(shard: Batch, experiment: LearnerExperiment) -> list[Part]:
     """
     learner, algorithm = experiment.learner, experiment.learner.algorithm
     compares_pairs = algorithm.loss == "dpo"
-    given = [np.array([t.reward for t in g.trajectories], np.float64) for g in shard.groups]
-    rewards = clipped(given, algorithm.reward_clip)
+    rewards = shaped_rewards(shard.groups, experiment)
+    everyone = [without_cut(g) if algorithm.overlong.filter else g for g in shard.groups]
     if compares_pairs:
-        values = [has_pair(g, r) for g, r in zip(shard.groups, rewards, strict=True)]
+        values = [has_pair(g, r) for g, r in zip(everyone, rewards, strict=True)]
     else:
         batch = Moments(*collectives.sum_over_data(astuple(moments(rewards))))
         values = advantages(algorithm.advantage, rewards, batch)
-    digests = [_digest(g) for g in shard.groups]
+    digests = [_digest(g) for g in everyone]
     homes = update_of_groups(collectives.digests_over_data(digests), learner.updates_per_batch)
-    # A group with equal rewards has nothing to teach: no pass over it changes the gradient. With tokens of
-    # different advantages it has, and a loss of the user's may.
-    own = is_dotted(algorithm.loss)
-    only_moving = not (algorithm.kl.coefficient or algorithm.entropy or algorithm.per_token or own)
+    # No pass over a group that has nothing to teach: it would not change the gradient.
+    only_moving = not algorithm.trains_equal_groups
     parts = []
     for number in range(learner.updates_per_batch):
         mine = [i for i, digest in enumerate(digests) if homes[digest] == number]
-        groups, chosen = [shard.groups[i] for i in mine], [values[i] for i in mine]
+        groups, chosen = [everyone[i] for i in mine], [values[i] for i in mine]
         micro_batches = pack(groups, chosen, learner.tokens_per_microbatch, only_moving, compares_pairs)
         total = _denominators(groups, chosen, experiment.model.max_length, compares_pairs)
         ranking = _ranking([rewards[i] for i in mine])
         parts.append(Part(equal_counts(micro_batches, empty()), total, ranking))
     return parts
+
+
+def shaped_rewards(groups: Sequence[Group], experiment: LearnerExperiment) -> list[Rewards]:
+    """Of each group, clipped, less the penalty of completions near their limit of length."""
+    algorithm = experiment.learner.algorithm
+    given = [np.array([t.reward for t in g.trajectories], np.float64) for g in groups]
+    rewards = clipped(given, algorithm.reward_clip)
+    of, limit = algorithm.overlong, experiment.rollout.sampling.max_tokens
+    if of.band is None:
+        return rewards
+    lengths = [np.array([t.loss_mask.sum() for t in g.trajectories], np.float64) for g in groups]
+    penalties = [length_penalty(n, limit, of.band, of.penalty) for n in lengths]
+    return [r + p for r, p in zip(rewards, penalties, strict=True)]
+
+
+def without_cut(group: Group) -> Group:
+    """With no token of a completion that was cut by its length to be trained."""
+    cut = [t.finish_reason == "length" for t in group.trajectories]
+    kept = [
+        replace(t, loss_mask=np.zeros_like(t.loss_mask)) if is_cut else t
+        for t, is_cut in zip(group.trajectories, cut, strict=True)
+    ]
+    return replace(group, trajectories=tuple(kept))
 
 
 def _denominators(

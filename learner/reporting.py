@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from buffer.records import Batch
+from learner.alarms import Alarms
 from learner.metrics import Journal, Row, StepReport, Timings, batch_row
 from sync.publisher import PublishReport
 
@@ -23,6 +24,7 @@ class Reporter:
         self._journal = journal
         self._max_staleness = max_staleness
         self._samples_every = samples_every
+        self._alarms = Alarms()
         self.timed = Timings()
         self._started = time.perf_counter()
 
@@ -64,6 +66,8 @@ class Reporter:
             *(math.nan if row[k] is None else row[k] for k in ("rho/mean", "ess")),
             *(row[k] for k in ("tokens", "time/step", "time/wait_batch", "samples/s")),
         )
+        for line in self._alarms.hear(step, row["ess"], row["rho/mean"]):
+            logger.warning(line)
         if step % self._samples_every == 0 or step == 1:
             self._journal.write_samples(step, shard.groups)
 

@@ -1,8 +1,7 @@
 """From rewards and values to every token's advantage and return. Pure; no gradient flows through any of it.
 
 Shapes: N trained tokens of one micro-batch, those of one completion together and in order; B completions.
-Called by `learner/step.py`; `docs/algorithms.md` has the formulas beside their papers. An estimator takes
-rewards, values and sequences and gives advantages and returns: another one, such as V-trace's, stands here.
+Called by `learner/step.py`; `docs/algorithms.md` has the formulas beside their papers.
 """
 
 from collections.abc import Iterable
@@ -44,22 +43,50 @@ def gae(
         gamma: Discount of one token.
         gae_lambda: 0 looks one token ahead; 1, with no values, sums up the rewards that are still to come.
     """
+    ones = torch.ones_like(values)
+    return vtrace(rewards, values, ones, sequences, gamma, gae_lambda, 1.0, 1.0)
+
+
+def vtrace(
+    rewards: Tensor,
+    values: Tensor,
+    ratios: Tensor,
+    sequences: Tensor,
+    gamma: float,
+    gae_lambda: float,
+    rho_bar: float,
+    c_bar: float,
+) -> tuple[Tensor, Tensor]:
+    """Advantages and returns v, float64 [N] each, of the proximal policy where another one sampled (IMPALA,
+    arXiv 1802.01561, equation 1 in the recursive form of remark 1, λ as in remark 2).
+
+    δ_t = min(ρ̄, ρ_t)·(r_t + γ·V_{t+1} - V_t), v_t = V_t + δ_t + γ·λ·min(c̄, ρ_t)·(v_{t+1} - V_{t+1}) and
+    A_t = r_t + γ·(V_{t+1} + λ·(v_{t+1} - V_{t+1})) - V_t, with no ρ_t: the policy loss has it. Where all ρ
+    are 1 these are GAE's.
+
+    Args:
+        rewards: As of `gae`, and so are values, sequences, gamma and gae_lambda.
+        ratios: [N]: ρ_t = π_proximal / μ.
+        rho_bar: Whose values are learned: with 1 those of a policy between μ and π_proximal, with more
+            nearly the latter's.
+        c_bar: How far a difference of values is carried back; at most rho_bar.
+    """
     numbers, counts = torch.unique_consecutive(sequences, return_inverse=True, return_counts=True)[1:]
     first = counts.cumsum(0) - counts
     steps = torch.arange(len(sequences), device=sequences.device) - first[numbers]
     longest = int(counts.max())
-    grid = torch.zeros(len(counts), longest + 1, dtype=torch.float64, device=sequences.device)
-    ahead = grid.clone()
-    # Behind a completion's end both grids hold 0, and so do the differences and the advantages there.
-    grid[numbers, steps] = rewards.double() - values.double()
+    ahead = torch.zeros(len(counts), longest + 1, dtype=torch.float64, device=sequences.device)
+    # Behind a completion's end all grids hold 0, and so do the differences there.
     ahead[numbers, steps] = values.double()
-    deltas = grid[:, :-1] + gamma * ahead[:, 1:]
-    carried = torch.zeros_like(deltas[:, 0])
+    deltas, carry = torch.zeros_like(ahead[:, 1:]), torch.zeros_like(ahead[:, 1:])
+    errors = rewards.double() + gamma * ahead[:, 1:][numbers, steps] - values.double()
+    deltas[numbers, steps] = ratios.double().clamp(max=rho_bar) * errors
+    carry[numbers, steps] = gamma * gae_lambda * ratios.double().clamp(max=c_bar)
+    moved = torch.zeros_like(ahead)
     for step in range(longest - 1, -1, -1):
-        carried = deltas[:, step] + gamma * gae_lambda * carried
-        deltas[:, step] = carried
-    advantages = deltas[numbers, steps]
-    return advantages, advantages + values.double()
+        moved[:, step] = deltas[:, step] + carry[:, step] * moved[:, step + 1]
+    advantages = errors + gamma * gae_lambda * moved[:, 1:][numbers, steps]
+    return advantages, values.double() + moved[numbers, steps]
 
 
 def token_moments(parts: Iterable[tuple[Tensor, Tensor]]) -> Moments:

@@ -16,18 +16,18 @@ from buffer.records import Batch
 from learner import collectives, parallel
 from learner.advantages import Moments
 from learner.config import LearnerExperiment
-from learner.corrections import proximal_share
+from learner.corrections import proximal_share, ratio
 from learner.critic import Critic
 from learner.losses import METRICS, PAIR_METRICS, Metrics, adapted, kl, objective, pair_objective
 from learner.metrics import StepReport, ValueReport
+from learner.normalisers import mean_weight, trusted_tokens
 from learner.offline.packing import ExampleBatch
 from learner.optimizer import Trainable, learning_rate, set_rates
 from learner.packing import MicroBatch
 from learner.parts import Part, parts_of
 from learner.passes import reduce_sums, run_schedule, target_logprobs
-from learner.normalisers import mean_weight
 from learner.ptx import TextPart, TextReport, Texts
-from learner.returns import gae, token_moments, token_rewards, whiten
+from learner.returns import gae, token_moments, token_rewards, vtrace, whiten
 
 
 class Updater:
@@ -121,7 +121,7 @@ class Updater:
                 part.fill(name, target_logprobs(model, part.micro_batches, self._temperature))
 
     def _prepare(self, part: Part, index: int, progress: float) -> None:
-        """What the correction has to know before this optimizer step.
+        """What correction and loss have to know of the global batch before this optimizer step.
 
         Args:
             index: Of the batch.
@@ -133,6 +133,10 @@ class Updater:
             part.fill("proximal_share", shares)
         if correction.normalize:
             part.total = replace(part.total, mean_weight=mean_weight(part.micro_batches, self._algorithm))
+        if self._algorithm.loss == "m2po":
+            found = target_logprobs(self._trainable.model, part.micro_batches, self._temperature)
+            limit = self._algorithm.m2po.second_moment
+            part.fill("trusted", trusted_tokens(part.micro_batches, found, limit))
 
     @property
     def _compares_pairs(self) -> bool:
@@ -182,7 +186,15 @@ class Updater:
             still_to_come, _ = gae(rewards, torch.zeros_like(rewards), batch.sequence_index, 1.0, 1.0)
             return replace(batch, advantages=still_to_come.float())
         of = self._critic.config
-        found, returns = gae(rewards, batch.old_values, batch.sequence_index, of.gamma, of.gae_lambda)
+        values, sequences = batch.old_values, batch.sequence_index
+        if of.targets == "gae":
+            found, returns = gae(rewards, values, sequences, of.gamma, of.gae_lambda)
+        else:
+            assert batch.proximal_logprobs is not None
+            rho = ratio(batch.proximal_logprobs, batch.behavior_logprobs)
+            found, returns = vtrace(
+                rewards, values, rho, sequences, of.gamma, of.gae_lambda, of.rho_bar, of.c_bar
+            )
         return replace(batch, advantages=found.float(), returns=returns.float())
 
     def _move_coefficient(self, report: StepReport) -> None:

@@ -3,7 +3,15 @@
 import re
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Discriminator, Field, StringConstraints, Tag, field_validator
+from pydantic import (
+    AfterValidator,
+    Discriminator,
+    Field,
+    StringConstraints,
+    Tag,
+    field_validator,
+    model_validator,
+)
 
 from buffer.config import BufferConfig
 from buffer.dotted import named
@@ -11,18 +19,32 @@ from buffer.experiment import DataConfig, EvalConfig, Experiment, LoggingConfig,
 from buffer.processor import has_gpu, native_dtype
 from sync.config import SyncConfig
 
+OTHER_POLICY = (
+    "top_p", "top_k", "min_p", "typical_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
+    "logit_bias", "bad_words", "allowed_token_ids", "min_tokens", "ignore_eos",
+)  # fmt: skip
+"""What engines offer that takes tokens away or moves their probabilities."""
+
 
 class SamplingConfig(Section):
-    """How training completions are sampled.
-
-    Only temperature may change the distribution: with top-p or top-k the engine would sample from another
-    policy than the one the learner's logprobs are of, so those are not offered.
-    """
+    """How training completions are sampled. Only temperature may change the distribution."""
 
     temperature: float = Field(default=1.0, gt=0)
     max_tokens: int = Field(default=256, ge=1)
     stop: tuple[str, ...] = ()
     """Texts that end a completion. The tokens of the text that did are kept and trained."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _samples_the_policy(cls, given: Any) -> Any:
+        others = [key for key in OTHER_POLICY if isinstance(given, dict) and key in given]
+        if others:
+            raise ValueError(
+                f"with {', '.join(others)} the engine would sample from another distribution than the "
+                "policy's, which the learner's logprobs are of, and no ratio between them would be right; "
+                "only temperature is known to both; remove it"
+            )
+        return given
 
 
 CORES = re.compile(r"auto|all|nobind|\d+(-\d+)?([,|]\d+(-\d+)?)*")

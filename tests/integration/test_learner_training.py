@@ -26,6 +26,18 @@ SEVERAL_UPDATES = {
     },
 }
 
+OF_THE_WHOLE_BATCH = {
+    "normalised": {
+        "updates_per_batch": 2,
+        "algorithm": {"loss": "gspo", "correction": {"cap": 1.002, "mask": "none", "normalize": True}},
+    },
+    "m2po": {
+        "updates_per_batch": 2,
+        "algorithm": {"loss": "m2po", "correction": {"kind": "bypass"}, "m2po": {"second_moment": 0.01}},
+    },
+}
+"""What a token is trained with depends on all of an optimizer step's."""
+
 OWN_FUNCTIONS = {
     **SEVERAL_UPDATES,
     "loop": "own_functions:loop",
@@ -103,6 +115,7 @@ def one(model, converted, killed, tmp_path_factory):
         "bfloat16-cut": Run(root / "bfloat16-cut", model, options={"stop_at": 3}, **bfloat16),
         "converted": started_from(root / "converted", converted, **SEVERAL_UPDATES),
         "own": Run(root / "own", model, **OWN_FUNCTIONS),
+        **{name: Run(root / name, model, **settings) for name, settings in OF_THE_WHOLE_BATCH.items()},
     }
     runs["damaged"].damaged_file = damage(runs["damaged"])
     again = [Run(root / "stopped", model), Run(root / "bfloat16-cut", model, **bfloat16)]
@@ -136,6 +149,9 @@ def two(model, converted, killed, tmp_path_factory):
         "resharded": continued(killed["shard"], model, "resharded", layout={**sharded, "tensor": 2}),
         "resharded-alone": continued(killed["alone"], model, "resharded-alone", layout={"pipeline": 2}),
     }
+    for name, settings in OF_THE_WHOLE_BATCH.items():
+        runs[f"{name}-data"] = Run(root / f"{name}-data", model, **settings)
+        runs[f"{name}-pipeline"] = Run(root / f"{name}-pp", model, layout={"pipeline": 2}, **settings)
     resharded(runs["resharded"], 2, tensor=2)
     resharded(runs["resharded-alone"], 2, pipeline=2)
     learn(2, list(runs.values()))
@@ -166,6 +182,14 @@ def test_a_run_reports_publishes_and_confirms_every_version(one):
 @pytest.mark.parametrize("layout", ["data", "shard", "tensor", "pipeline"])
 def test_every_layout_gives_the_same_numbers(layout, one, two):
     assert_same(two[layout], one["whole"], rel=1e-3)
+
+
+@pytest.mark.parametrize("layout", ["data", "pipeline"])
+@pytest.mark.parametrize("name", OF_THE_WHOLE_BATCH)
+def test_what_is_of_the_whole_batch_is_the_same_under_every_layout(name, layout, one, two):
+    assert_same(two[f"{name}-{layout}"], one[name], rel=1e-3)
+    told = [row["cap_fraction"] + row["clip_fraction"] for row in one[name].rows]
+    assert any(0 < share < 1 for share in told), "the case is to tell something"
 
 
 def test_two_kinds_of_parallelism_together_give_the_same_numbers(one, model, tmp_path):

@@ -1,3 +1,4 @@
+import json
 import os
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -40,6 +41,10 @@ def tiny_model(tmp_path_factory):
         pad_token_id=0,
     )
     LlamaForCausalLM(config).save_pretrained(folder)
+    # Models ship sampling defaults: none may reach the sampler, or the logprobs would be of another policy.
+    shipped = folder / "generation_config.json"
+    defaults = {"do_sample": True, "temperature": 0.3, "top_k": 1, "top_p": 0.1, "repetition_penalty": 3.0}
+    shipped.write_text(json.dumps(json.loads(shipped.read_text()) | defaults))
     vocabulary = {"<pad>": 0, "<bos>": 1, "<eos>": 2} | {f"t{i}": i for i in range(3, 512)}
     words = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from learner.advantages import EPSILON, Moments, advantages, clipped, moments
+from learner.advantages import EPSILON, Moments, advantages, clipped, length_penalty, moments
 
 NONE = Moments(0, 0, 0)
 rewards = st.lists(st.floats(-10, 10), min_size=1, max_size=8)
@@ -83,3 +83,21 @@ def test_rewards_are_clipped_on_both_sides_or_left_alone_and_infinite_ones_are_r
 def test_with_gae_a_completion_has_no_advantage_of_its_own():
     (values,) = advantages("gae", [np.array([1.0, 2.0])], NONE)
     assert values.tolist() == [0.0, 0.0]
+
+
+@given(
+    lengths=st.lists(st.integers(0, 60), min_size=1, max_size=8),
+    band=st.integers(1, 40),
+    penalty=st.sampled_from([1.0, 0.5]),
+)
+def test_a_reward_falls_over_the_band_before_the_limit(lengths, band, penalty):
+    expected = []
+    for n in lengths:
+        if n <= 40 - band:
+            expected.append(0.0)
+        elif n <= 40:
+            expected.append(penalty * ((40 - band) - n) / band)
+        else:
+            expected.append(-penalty)
+    got = length_penalty(np.array(lengths, np.float64), 40, band, penalty)
+    assert got == pytest.approx(expected)

@@ -6,6 +6,7 @@ import yaml
 from buffer.experiment import ConfigError, load
 from learner.config import LearnerExperiment
 
+VALUE = {"path": "reward-model"}
 BASE = {"name": "x", "run_dir": "r", "model": {"path": "m"}}
 
 
@@ -71,6 +72,68 @@ def test_corrections_that_count_the_ratio_twice_or_do_nothing(refusal, correctio
     assert reason in refusal(learner={"algorithm": {"correction": correction}})
 
 
+BYPASS = {"kind": "bypass"}
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "reason"),
+    [
+        ({"loss": "dppo"}, "loss dppo has the ratio to the behavior policy in it"),
+        ({"loss": "m2po"}, "loss m2po has the ratio to the behavior policy in it"),
+        ({"loss": "m2po", "correction": BYPASS, "clip_high": 0.3}, "loss m2po does not clip by it"),
+        (
+            {"loss": "ppo", "dppo": {"penalty": 0.1}},
+            "dppo is of loss dppo and would do nothing with loss ppo",
+        ),
+        ({"loss": "dppo", "correction": BYPASS, "m2po": {"second_moment": 1}}, "m2po is of loss m2po"),
+        ({"loss": "gspo", "correction": BYPASS}, "set clip_low and clip_high, or kind decoupled"),
+        ({"loss": "gspo", "correction": BYPASS, "clip_low": 0.1}, "set clip_low and clip_high"),
+        ({"overlong": {"penalty": 2}}, "without band no reward falls"),
+        ({"overlong": {"band": 300}}, "overlong.band=300 is more than rollout.sampling.max_tokens=256"),
+    ],
+)
+def test_losses_that_count_the_ratio_twice_or_ignore_a_setting(refusal, algorithm, reason):
+    assert reason in refusal(learner={"algorithm": algorithm})
+
+
+def test_a_band_of_lengths_has_no_place_in_a_conversation(refusal):
+    learner, rollout = {"algorithm": {"overlong": {"band": 8}}}, {"episode": "a.b:c"}
+    assert "of a rollout.episode is each turn's limit" in refusal(learner=learner, rollout=rollout)
+
+
+@pytest.mark.parametrize(
+    ("value", "reason"),
+    [
+        ({"rho_bar": 2}, "targets gae have no ρ, so rho_bar would do nothing"),
+        ({"targets": "vtrace", "c_bar": 1.5}, "c_bar 1.5 is above rho_bar 1"),
+    ],
+)
+def test_value_targets_that_do_not_fit(refusal, value, reason):
+    assert reason in refusal(learner={"algorithm": {"advantage": "gae"}, "value": {**VALUE, **value}})
+
+
+def test_value_targets_of_another_policy_take_a_pass(tmp_path, refusal):
+    learner = {"algorithm": {"advantage": "gae"}, "value": {**VALUE, "targets": "vtrace"}}
+    (tmp_path / "c.yaml").write_text(yaml.safe_dump({**BASE, "learner": learner}))
+    assert load(tmp_path / "c.yaml", [], LearnerExperiment).learner.proximal_pass
+    learner["algorithm"]["correction"] = {"proximal": "interpolated"}
+    assert "value.targets vtrace takes the pass" in refusal(learner=learner | {"updates_per_batch": 2})
+
+
+@pytest.mark.parametrize(
+    ("loss", "clip", "aggregation", "level"),
+    [
+        ("ppo", (0.2, 0.2), "token", "token"),
+        ("cispo", (1.0, 5.0), "token", "token"),
+        ("gspo", (3e-4, 4e-4), "sequence", "geometric"),
+    ],
+)
+def test_what_is_not_set_follows_the_loss(tmp_path, loss, clip, aggregation, level):
+    (tmp_path / "c.yaml").write_text(yaml.safe_dump({**BASE, "learner": {"algorithm": {"loss": loss}}}))
+    of = load(tmp_path / "c.yaml", [], LearnerExperiment).learner.algorithm
+    assert (of.clip, of.aggregation, of.weight_level) == (clip, aggregation, level)
+
+
 def test_what_staleness_forbids(refusal):
     learner = {"updates_per_batch": 2, "algorithm": {"correction": {"proximal": "interpolated"}}}
     text = refusal(learner=learner, buffer={"max_staleness": 11})
@@ -115,9 +178,6 @@ def test_settings_that_would_do_nothing(refusal):
 
 def test_a_schedule_that_would_rise(refusal):
     assert "min_lr 0.1 is above lr 0.01" in refusal(learner={"optimizer": {"lr": 0.01, "min_lr": 0.1}})
-
-
-VALUE = {"path": "reward-model"}
 
 
 def test_gae_and_its_value_model_come_together(refusal):
@@ -192,7 +252,7 @@ def test_online_dpo_refuses_what_it_does_not_use(refusal, setting, reason):
 def test_online_dpo_needs_pairs_and_is_alone_with_its_settings(refusal):
     text = refusal(rollout={"group_size": 1}, learner={"algorithm": {"loss": "dpo"}})
     assert "rollout.group_size=1 has no pair" in text
-    assert "loss ppo compares no pairs, so dpo would do nothing" in refusal(
+    assert "dpo is of loss dpo and would do nothing with loss ppo" in refusal(
         learner={"algorithm": {"dpo": {"beta": 0.5}}}
     )
     smoothed = {"loss": "dpo", "dpo": {"loss": "ipo", "label_smoothing": 0.1}}

@@ -133,7 +133,9 @@ def test_a_product_over_thousands_of_tokens_is_exact_and_finite():
     drift = torch.full((10_000,), 1e-4)
     assert float(at_level(drift, sequences, "sequence")[0]) == pytest.approx(1.0, rel=1e-6)
     assert float(at_level(drift, sequences, "geometric")[0]) == pytest.approx(1e-4, rel=1e-6)
-    assert float(at_level(drift * 1e4, sequences, "sequence")[0].exp()) == pytest.approx(math.exp(40), rel=1e-5)
+    assert float(at_level(drift * 1e4, sequences, "sequence")[0].exp()) == pytest.approx(
+        math.exp(40), rel=1e-5
+    )
     assert float(at_level(drift * -1e6, sequences, "sequence")[0].exp()) == 0.0
 
 
@@ -157,7 +159,9 @@ def test_normalised_weights_have_mean_one_over_the_tokens_that_are_kept():
     expected, keeps = oracle(log_rho, [s for s, *_ in ROWS], algorithm.correction, "token")
     assert (weights, kept) == (pytest.approx(sum(expected), rel=1e-6), sum(keeps))
     assert kept == 5
-    found = correct(torch.tensor(log_rho), batch.sequence_index, algorithm.correction, "token", weights / kept)
+    found = correct(
+        torch.tensor(log_rho), batch.sequence_index, algorithm.correction, "token", weights / kept
+    )
     assert float(found.weight.sum()) == pytest.approx(kept)
 
 
@@ -174,7 +178,9 @@ def test_normalised_loss_and_gradient_are_the_same_however_the_batch_is_split(cu
         logprobs = torch.tensor([p + 0.1 for p in PROXIMAL], requires_grad=True)
         total = replace(TOTAL, mean_weight=mean)
         pairs = zip(parts, batches, strict=True)
-        losses = [objective(logprobs[p], torch.zeros(len(ROWS[p])), b, algorithm, total, 0.0)[0] for p, b in pairs]
+        losses = [
+            objective(logprobs[p], torch.zeros(len(ROWS[p])), b, algorithm, total, 0.0)[0] for p, b in pairs
+        ]
         sum(losses).backward()
         return float(sum(losses)), logprobs.grad.tolist()
 

@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 
 from learner.algorithm import AlgorithmConfig
 from learner.corrections import NonFiniteLogprob, ratio
-from learner.losses import Denominators, aggregate, kl, objective, ppo
+from learner.losses import Denominators, aggregate, kl, objective
 from learner.packing import MicroBatch, empty
+from learner.policy_losses import ppo
 
 TOTAL = Denominators(tokens=50.0, sequences=9.0, max_length=64)
 
@@ -47,8 +48,8 @@ def oracle(logprobs, entropy, batch: MicroBatch, of: AlgorithmConfig) -> float:
         mates = [j for j, s in enumerate(sequences) if s == sequences[i]]
         weight = keep = 1.0
         if of.correction.kind == "decoupled":
-            low, high = of.correction.band
-            if not low <= rho <= high:
+            lowest, highest = of.correction.band
+            if not lowest <= rho <= highest:
                 keep = 0.0
             if any(math.exp(proximal[j] - behavior[j]) < of.correction.veto_below for j in mates):
                 keep = 0.0
@@ -56,7 +57,8 @@ def oracle(logprobs, entropy, batch: MicroBatch, of: AlgorithmConfig) -> float:
         a = advantages[i]
         if of.loss == "ppo":
             r = math.exp(logprob - (proximal[i] if of.correction.kind == "decoupled" else behavior[i]))
-            loss = -min(r * a, min(max(r, 1 - of.clip_low), 1 + of.clip_high) * a)
+            low, high = of.clip
+            loss = -min(r * a, min(max(r, 1 - low), 1 + high) * a)
         else:
             loss = -a * logprob
         loss = weight * loss - keep * of.entropy * entropy[i]
@@ -64,11 +66,11 @@ def oracle(logprobs, entropy, batch: MicroBatch, of: AlgorithmConfig) -> float:
             d = batch.reference_logprobs.tolist()[i] - logprob
             estimate = {"k1": -d, "k2": d * d / 2, "k3": math.exp(d) - d - 1}[of.kl.estimator]
             loss += keep * of.kl.coefficient * estimate
-        if of.aggregate == "token":
+        if of.aggregation == "token":
             total += loss / TOTAL.tokens
-        if of.aggregate == "sequence":
+        if of.aggregation == "sequence":
             total += loss / len(mates) / TOTAL.sequences
-        if of.aggregate == "constant":
+        if of.aggregation == "constant":
             total += loss / (TOTAL.sequences * TOTAL.max_length)
     return total
 

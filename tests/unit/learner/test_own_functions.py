@@ -8,7 +8,7 @@ import torch
 
 from buffer.dotted import is_dotted, resolve
 from buffer.records import Batch, Group, Trajectory
-from configs.custom import anneal, brevity, cispo
+from configs.custom import anneal, brevity, dual_clip
 from learner.advantages import advantages, moments
 from learner.algorithm import AlgorithmConfig
 from learner.losses import Denominators, objective
@@ -40,25 +40,25 @@ def group(*completions: list[int], rewards=(1.0, 0.0)) -> Group:
     return Group("g", "l", "p", "train", tuple(made))
 
 
-def objective_of(loss: str, logprobs: torch.Tensor, old: torch.Tensor):
+def objective_of(loss: str, logprobs: torch.Tensor, old: torch.Tensor, advantages=(0.5, 0.5, -2.0)):
     (batch,) = pack([group([3, 4], [5])], [np.array([0.5, -2.0])], 64)
-    batch = replace(batch, proximal_logprobs=old)
+    batch = replace(batch, proximal_logprobs=old, advantages=torch.tensor(advantages))
     algorithm = AlgorithmConfig.model_validate({"loss": loss})
     return objective(logprobs, torch.zeros(3), batch, algorithm, Denominators(3, 2, 64), 0.0)
 
 
-def test_the_example_loss_keeps_every_tokens_gradient_and_limits_its_weight():
+def test_the_example_loss_is_ppos_and_bounds_what_a_bad_token_costs():
+    """Of three tokens a good one and two bad ones; the last one's ratio is e^1.5, past the bound of 3."""
     logprobs = torch.tensor([-1.0, -2.0, -0.1], requires_grad=True)
-    old = torch.tensor([-1.5, -1.9, -1.6])
-    loss, _ = objective_of("configs.custom.cispo:loss", logprobs, old)
+    old = torch.tensor([-1.1, -1.9, -1.6])
+    loss, _ = objective_of("configs.custom.dual_clip:loss", logprobs, old, advantages=(0.5, -2.0, -2.0))
     loss.backward()
-    advantage, behavior = [0.5, 0.5, -2.0], -1.5
-    expected = []
-    for value, before, a in zip(logprobs.tolist(), old.tolist(), advantage, strict=True):
-        rho = np.exp(before - behavior)
-        expected.append(-rho * min(np.exp(value - before), cispo.HIGHEST) * a / 3)
+    ratios = [np.exp(0.1), np.exp(-0.1), dual_clip.WORST]
+    rho = [np.exp(before + 1.5) for before in old.tolist()]
+    lost = [-w * r * a / 3 for w, r, a in zip(rho, ratios, (0.5, -2.0, -2.0), strict=True)]
+    assert float(loss) == pytest.approx(sum(lost), rel=1e-5)
     assert logprobs.grad is not None
-    assert logprobs.grad.tolist() == pytest.approx(expected, rel=1e-5)
+    assert logprobs.grad.tolist() == pytest.approx([*lost[:2], 0.0], rel=1e-5)
 
 
 def test_a_loss_that_is_not_one_number_a_token_is_named():
@@ -114,7 +114,10 @@ def test_what_has_the_shape_of_a_path():
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
-        ({"loss": "pppo"}, "expected ppo, reinforce, dpo or your own package.module:function"),
+        (
+            {"loss": "pppo"},
+            "expected ppo, reinforce, cispo, gspo, dppo, m2po, dpo or your own package.module:function",
+        ),
         ({"advantage": "grpoo"}, "expected grpo, dr_grpo, rloo, reinforce_plus_plus, gae or your own"),
         ({"loss": "a.b:c", "clip_low": 0.1}, "loss a.b:c does not clip by it, so clip_low would do nothing"),
         ({"advantage": "a:b", "kl": {"coefficient": 1, "placement": "reward"}}, "compares one number"),

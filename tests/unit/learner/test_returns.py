@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from learner.advantages import EPSILON, Moments
-from learner.returns import explained_variance, gae, token_moments, token_rewards, whiten
+from learner.returns import explained_variance, gae, token_moments, token_rewards, vtrace, whiten
 
 number = st.floats(-4, 4, width=32)
 completions = st.lists(st.lists(st.tuples(number, number), min_size=1, max_size=9), min_size=1, max_size=5)
@@ -57,6 +57,61 @@ def test_nothing_is_to_come_after_the_last_token_not_even_after_one_at_the_limit
     found, returns = gae(*flat([[(0.0, 0.6), (1.0, 0.8)]]), gamma=1.0, gae_lambda=0.95)
     assert float(returns[-1]) == pytest.approx(1.0)
     assert float(found[-1]) == pytest.approx(1.0 - 0.8)
+
+
+def traced(row, ratios, gamma, lam, rho_bar, c_bar):
+    """Advantages and v_s = V_s + Σ_t γ^{t-s} (Π_{i<t} c_i) δ_t, from its definition (arXiv 1802.01561, 1)."""
+    rewards, values = [r for r, _ in row], [v for _, v in row] + [0.0]
+    n, targets = len(row), []
+    for s in range(n):
+        total = values[s]
+        for t in range(s, n):
+            carried = math.prod(lam * min(c_bar, ratios[i]) for i in range(s, t))
+            error = rewards[t] + gamma * values[t + 1] - values[t]
+            total += gamma ** (t - s) * carried * min(rho_bar, ratios[t]) * error
+        targets.append(total)
+    ahead = [*targets[1:], 0.0]
+    mixed = [lam * ahead[s] + (1 - lam) * values[s + 1] for s in range(n)]
+    return [rewards[s] + gamma * mixed[s] - values[s] for s in range(n)], targets
+
+
+@settings(deadline=None)
+@given(
+    rows=completions,
+    ratios=st.lists(st.floats(0.01, 5), min_size=45, max_size=45),
+    gamma=st.floats(0.5, 1),
+    lam=st.floats(0, 1),
+    bars=st.sampled_from([(1.0, 1.0), (2.0, 0.5), (10.0, 10.0)]),
+)
+def test_vtrace_is_the_sum_of_its_definition_of_each_completion_alone(rows, ratios, gamma, lam, bars):
+    rewards, values, sequences = flat(rows)
+    used = torch.tensor(ratios[: len(rewards)], dtype=torch.float64)
+    found, targets = vtrace(rewards, values, used, sequences, gamma, lam, *bars)
+    start, expected = 0, []
+    for row in rows:
+        expected.append(traced(row, ratios[start : start + len(row)], gamma, lam, *bars))
+        start += len(row)
+    assert found.tolist() == pytest.approx([a for row, _ in expected for a in row], abs=1e-8)
+    assert targets.tolist() == pytest.approx([v for _, row in expected for v in row], abs=1e-8)
+
+
+def test_vtrace_of_the_sampling_policy_itself_is_gae():
+    rewards, values, sequences = flat([[(0.5, 3.0), (0.0, -2.0), (1.0, 9.0)], [(2.0, 1.0)]])
+    ones = torch.ones(4)
+    for lam in (0.0, 0.7, 1.0):
+        one, two = (
+            vtrace(rewards, values, ones, sequences, 0.9, lam, 1.0, 1.0),
+            gae(rewards, values, sequences, 0.9, lam),
+        )
+        assert torch.equal(one[0], two[0])
+        assert torch.equal(one[1], two[1])
+
+
+def test_a_token_that_the_policy_has_given_up_teaches_its_value_nothing():
+    """ρ = 0: V stays where it is, and nothing is carried back over it."""
+    rewards, values, sequences = flat([[(0.0, 1.0), (0.0, 2.0), (9.0, 3.0)]])
+    _, targets = vtrace(rewards, values, torch.tensor([1.0, 0.0, 1.0]), sequences, 1.0, 1.0, 1.0, 1.0)
+    assert targets.tolist() == [2.0, 2.0, 9.0]
 
 
 @given(

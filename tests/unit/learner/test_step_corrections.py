@@ -52,12 +52,13 @@ def group(number: int) -> Group:
     prompt = draw.integers(3, 67, 4)
     made = []
     for index, reward in enumerate(REWARDS[number]):
-        length = int(draw.integers(3, 9))
+        length = int(draw.integers(8, 20))
         ids = np.concatenate([prompt, draw.integers(3, 67, length)]).astype(np.int32)
         mask = np.array([0] * 4 + [1] * length, np.uint8)
         behavior = (draw.normal(-4.2, 0.3, len(ids)) * mask).astype(np.float32)
         versions = (INDEX - draw.integers(0, 3, len(ids)) * mask).astype(np.int32) * mask
-        made.append(Trajectory(index, ids, mask, behavior, versions, reward, {}, "stop"))
+        reason = "length" if (number, index) == (1, 1) else "stop"
+        made.append(Trajectory(index, ids, mask, behavior, versions, reward, {}, reason))
     return Group(f"g{number}", "lease", str(number), "train", tuple(made))
 
 
@@ -128,8 +129,8 @@ def test_weights_are_divided_by_their_mean_over_all_micro_batches(trained, folde
     weights = [min(x, 1.5) for x in rho if 0.5 <= x <= 5]
     expected = sum(weights) / len(weights)
     assert abs(expected - 1) > 0.02, "the case is to tell something"
-    assert {total.mean_weight for _, total in one.given} == {pytest.approx(expected, rel=1e-4)}
-    assert {total.mean_weight for _, total in several.given} == {pytest.approx(expected, rel=1e-4)}
+    for _, total in [*one.given, *several.given]:
+        assert total.mean_weight == pytest.approx(expected, rel=1e-4)
     plain = trained(512, correction=correction | {"normalize": False})
     norms = [s.report.grad_norms[0] for s in (one, several, plain)]
     assert norms[1] == pytest.approx(norms[0], rel=1e-4)
@@ -144,3 +145,58 @@ def test_the_proximal_policy_is_estimated_only_once_the_policy_has_left_it(train
     assert second.proximal_share is not None
     assert second.proximal_share.tolist() == pytest.approx((ages / (ages + 0.5)).tolist())
     assert 0 < len(set(ages.tolist())) <= 3
+
+
+def test_m2po_trusts_the_same_tokens_in_one_micro_batch_and_in_several(trained, folder):
+    settings = {"loss": "m2po", "correction": {"kind": "bypass"}, "m2po": {"second_moment": 0.05}}
+    one, several = (trained(budget, **settings) for budget in (512, 64))
+    assert len(one.given) == 1 < len(several.given)
+    logs = log_ratios(folder)
+    kept = sorted(logs, key=lambda mu: logs[mu] ** 2)
+    while sum(logs[mu] ** 2 for mu in kept) / len(kept) > 0.05:
+        kept.pop()
+    assert 0 < len(kept) < len(logs), "the case is to tell something"
+    for step in (one, several):
+        found = [
+            mu
+            for b, _ in step.given
+            for mu, ok in zip(b.behavior_logprobs.tolist(), b.trusted, strict=True)
+            if ok
+        ]
+        assert sorted(found) == sorted(kept)
+        assert step.report.row()["clip_fraction"] == pytest.approx(1 - len(kept) / len(logs))
+    assert several.report.grad_norms[0] == pytest.approx(one.report.grad_norms[0], rel=1e-4)
+
+
+def test_dppo_trains_equal_groups_too_for_its_penalty(trained):
+    step = trained(512, loss="dppo", correction={"kind": "bypass"})
+    assert step.report.row()["gradient_fraction"] == 1
+    assert trained(512, loss="dppo", correction={"kind": "bypass"}, dppo={"penalty": 0}).report.row()[
+        "gradient_fraction"
+    ] < 1  # fmt: skip
+
+
+def test_a_cut_completion_is_not_trained_and_its_reward_still_counts(trained):
+    plain, filtered = trained(512), trained(512, overlong={"filter": True})
+    (before, _), (after, total) = plain.given[0], filtered.given[0]
+    cut = BATCH.groups[1].trajectories[1]
+    mine = set(cut.behavior_logprobs[cut.loss_mask > 0].tolist())
+    assert set(before.behavior_logprobs.tolist()) - set(after.behavior_logprobs.tolist()) == mine
+    assert total.tokens == plain.given[0][1].tokens - len(mine)
+    assert total.sequences == plain.given[0][1].sequences - 1
+    advantages = dict(zip(before.behavior_logprobs.tolist(), before.advantages.tolist(), strict=True))
+    for mu, advantage in zip(after.behavior_logprobs.tolist(), after.advantages.tolist(), strict=True):
+        assert advantage == advantages[mu]
+
+
+def test_a_long_completions_reward_is_what_it_is_less_its_penalty(trained):
+    """Its own group's are equal before; the limit is a rollout's 256, and the band reaches down to 0."""
+    step = trained(512, advantage="dr_grpo", overlong={"band": 256})
+    first, second = BATCH.groups[2].trajectories
+    lengths = [int(t.loss_mask.sum()) for t in (first, second)]
+    assert lengths[0] != lengths[1], "the case is to tell something"
+    advantages = dict(
+        zip(step.given[0][0].behavior_logprobs.tolist(), step.given[0][0].advantages.tolist(), strict=True)
+    )
+    mu = float(first.behavior_logprobs[first.loss_mask > 0][0])
+    assert advantages[mu] == pytest.approx((lengths[1] - lengths[0]) / 256 / 2, rel=1e-4)

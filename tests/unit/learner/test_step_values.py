@@ -76,8 +76,9 @@ def group(number: int) -> Group:
 BATCH = Batch(0, tuple(group(n) for n in range(3)), {})
 
 
-def experiment(folders, **algorithm) -> LearnerExperiment:
+def experiment(folders, targets="gae", **algorithm) -> LearnerExperiment:
     value = {"path": str(folders / "value"), "gamma": GAMMA, "gae_lambda": LAMBDA, "optimizer": {"lr": 1e-9}}
+    value["targets"] = targets
     learner = {
         "steps": 4,
         "updates_per_batch": 2,
@@ -132,8 +133,14 @@ def facts(models, trajectory: Trajectory) -> list[tuple[float, float, float, flo
     ]
 
 
-def oracle(models, gamma, lam, in_reward, with_values, behavior=False) -> dict[float, Token]:
-    """By the token's log μ, which is its own."""
+def oracle(
+    models, gamma, lam, in_reward, with_values, behavior=False, truncated=lambda rho: 1.0
+) -> dict[float, Token]:
+    """By the token's log μ, which is its own.
+
+    Args:
+        truncated: Of a token's ρ, what weighs its step's error and carries back the next one's.
+    """
     tokens: dict[float, Token] = {}
     for trajectory in (t for g in BATCH.groups for t in g.trajectories):
         known = facts(models, trajectory)
@@ -144,8 +151,10 @@ def oracle(models, gamma, lam, in_reward, with_values, behavior=False) -> dict[f
             reward = -in_reward * ((mu if behavior else logprob) - reference)
             if t == len(known) - 1:
                 reward += min(max(trajectory.reward, -CLIP), CLIP)
-            carried = reward + gamma * values[t + 1] - values[t] + gamma * lam * carried
-            tokens[mu] = Token(carried, carried + values[t], values[t], logprob - reference)
+            error, weight = reward + gamma * values[t + 1] - values[t], truncated(math.exp(logprob - mu))
+            advantage = error + gamma * lam * carried
+            carried = weight * advantage
+            tokens[mu] = Token(advantage, carried + values[t], values[t], logprob - reference)
     found = [token.advantage for token in tokens.values()]
     mean = sum(found) / len(found)
     std = math.sqrt(sum((a - mean) ** 2 for a in found) / len(found))
@@ -237,6 +246,18 @@ def test_ppo_without_a_kl_and_with_the_behavior_policy_in_its_place(trained, mod
     kl = {"coefficient": BETA, "placement": "reward"}
     _, _, kept = trained(advantage="gae", kl=kl, correction={"kind": "bypass"})
     assert_trained_with(kept["policy"], oracle(models, GAMMA, LAMBDA, BETA, True, behavior=True), values=True)
+
+
+@pytest.mark.parametrize("kind", ["decoupled", "bypass"])
+def test_values_can_be_of_the_proximal_policy_where_another_one_sampled(trained, models, kind):
+    _, _, kept = trained(advantage="gae", targets="vtrace", correction={"kind": kind})
+    expected = oracle(models, GAMMA, LAMBDA, 0.0, True, truncated=lambda rho: min(1.0, rho))
+    plain = oracle(models, GAMMA, LAMBDA, 0.0, True)
+    assert max(abs(expected[mu].target - plain[mu].target) for mu in plain) > 0.1, (
+        "the case is to tell something"
+    )
+    assert_trained_with(kept["policy"], expected, values=True)
+    assert_trained_with(kept["value"], expected, values=True)
 
 
 def test_reinforce_plus_plus_with_the_kl_in_the_reward_takes_what_is_still_to_come(trained, models):

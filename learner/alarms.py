@@ -1,0 +1,45 @@
+"""When a step's numbers say that the data is too far off the policy: one line at each onset, with advice."""
+
+from dataclasses import dataclass, field
+
+LOWEST_ESS = 0.5
+FURTHEST_RHO = 0.05
+"""How far the mean of ρ may be off 1."""
+
+
+@dataclass(slots=True)
+class Alarms:
+    """Which are ringing; a number that is None neither starts nor ends one."""
+
+    ringing: set[str] = field(default_factory=set)
+
+    def hear(self, step: int, ess: float | None, rho: float | None) -> list[str]:
+        """The lines of alarms that start at this step.
+
+        Args:
+            ess: Effective share of the sample, of ρ; as in the step's row.
+            rho: Its mean.
+        """
+        lines = []
+        if self._starts("ess", None if ess is None else ess < LOWEST_ESS):
+            lines.append(
+                f"step {step}: the effective sample size is {ess:.2f} of the batch, below {LOWEST_ESS:g}: "
+                "few tokens make the gradient. Lower buffer.max_staleness or learner.optimizer.lr, or "
+                "truncate the weights (learner.algorithm.correction.cap)"
+            )
+        if self._starts("rho", None if rho is None else abs(rho - 1) > FURTHEST_RHO):
+            lines.append(
+                f"step {step}: the mean of ρ is {rho:.3f}, off 1 by more than {FURTHEST_RHO:g}. If it has "
+                "been from the first step on, learner and engine disagree about the same weights: try "
+                "model.dtype=float32. If it grew, tokens are too old: lower buffer.max_staleness or "
+                "learner.optimizer.lr"
+            )
+        return lines
+
+    def _starts(self, name: str, is_bad: bool | None) -> bool:
+        starts = bool(is_bad) and name not in self.ringing
+        if is_bad:
+            self.ringing.add(name)
+        elif is_bad is not None:
+            self.ringing.discard(name)
+        return starts

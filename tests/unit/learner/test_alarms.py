@@ -1,0 +1,50 @@
+"""An alarm is one line with advice when a number goes bad, and again only after it was good."""
+
+import logging
+
+import pytest
+
+from buffer.records import Batch
+from learner.alarms import Alarms
+from learner.metrics import Journal, StepReport
+from learner.reporting import Reporter
+
+
+def heard(numbers) -> list[str]:
+    alarms = Alarms()
+    return [line for step, (ess, rho) in enumerate(numbers) for line in alarms.hear(step, ess, rho)]
+
+
+def test_nothing_is_said_of_good_numbers_or_of_none():
+    assert heard([(1.0, 1.0), (0.5, 0.95001), (None, None), (0.9, 1.0499)]) == []
+
+
+def test_a_small_effective_sample_is_told_once_at_each_onset():
+    lines = heard([(0.9, 1.0), (0.49, 1.0), (0.2, 1.0), (None, None), (0.3, 1.0), (0.6, 1.0), (0.1, 1.0)])
+    assert [line.split(":")[0] for line in lines] == ["step 1", "step 6"]
+    assert "lower buffer.max_staleness" in lines[0].replace("Lower", "lower")
+
+
+@pytest.mark.parametrize("rho", [0.949, 1.051])
+def test_a_mean_off_one_is_told_on_either_side(rho):
+    (line,) = heard([(1.0, rho), (1.0, rho)])
+    assert f"the mean of ρ is {rho:.3f}" in line
+    assert "model.dtype=float32" in line
+
+
+def test_both_may_ring_at_once():
+    assert len(heard([(0.1, 2.0)])) == 2
+
+
+def test_the_reporter_logs_them_as_warnings(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr("learner.reporting.batch_row", lambda shard, limit: ABOUT)
+    reporter = Reporter(Journal(tmp_path, False, 0), max_staleness=2, samples_every=10)
+    report = StepReport(lr=0.1, sums={"tokens": 10.0, "rho": 12.0, "rho_squares": 40.0})
+    with caplog.at_level(logging.WARNING):
+        for step in (1, 2):
+            reporter.write(step, Batch(0, (), {}), report, None, {})
+    warnings = [record.message for record in caplog.records if record.levelno == logging.WARNING]
+    assert [line[:6] for line in warnings] == ["step 1", "step 1"]
+
+
+ABOUT = {"samples": 1, "all_tokens": 1, "reward/mean": 0.0, "staleness/mean": 0.0, "time/wait_batch": 0.0}
