@@ -3,13 +3,13 @@
 
 import sqlite3
 from dataclasses import dataclass
-from typing import Literal
 
 from buffer.database import Database
 from buffer.errors import BatchForgotten
 from buffer.fields import MAX_INT
 from buffer.groups import Delivery
-from buffer.staleness import Candidate, choose, oldest_trainable, shard
+from buffer.policies import choose
+from buffer.staleness import Candidate, Rules, oldest_trainable, shard
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,30 +29,37 @@ class Assembled:
         return tuple(self.sequences[p] for p in shard(self.tokens, size)[rank])
 
 
-def insert(database: Database, delivery: Delivery, turn: int, state: str) -> None:
+def insert(database: Database, delivery: Delivery, turn: int, state: str, priority: float) -> None:
     """Enter a group, with its payload when it is `stored`."""
     group = delivery.group
     sequence = database.run(
         "INSERT INTO groups (group_id, prompt_id, turn, state, oldest_version, trajectories, tokens, "
-        "trained_tokens) VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+        "trained_tokens, reward, priority) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
         *(group.group_id, group.prompt_id, turn, state, delivery.oldest_version),
         *(len(group.trajectories), group.num_tokens, delivery.trained_tokens),
+        *(sum(t.reward for t in group.trajectories) / len(group.trajectories), priority),
     ).lastrowid
     if state == "stored":
         database.run("INSERT INTO payloads VALUES (?, ?, ?)", sequence, delivery.meta, delivery.arrays)
 
 
 def evict(database: Database, index: int, max_staleness: int) -> list[str]:
-    """Take out every stored group that batch `index` may not train any more; returns their prompts."""
+    """Take out every stored group that batch `index` may not train any more; returns the prompts of those
+    that none ever trained."""
     return _discard(database, "evicted", oldest_trainable(index, max_staleness))
 
 
 def drop_stored(database: Database) -> list[str]:
-    """Let go of the stored groups: too few for a batch, and no more will come. Returns their prompts."""
+    """Let go of the stored groups: too few for a batch, and no more will come. Returns the prompts of those
+    that none ever trained."""
     return _discard(database, "dropped", MAX_INT)
 
 
 def _discard(database: Database, state: str, below: int) -> list[str]:
+    database.run(
+        "UPDATE groups SET state = 'batched' WHERE state = 'stored' AND uses > 0 AND oldest_version < ?",
+        below,
+    )
     gone = database.run(
         "UPDATE groups SET state = ? WHERE state = 'stored' AND oldest_version < ? "
         "RETURNING sequence, prompt_id",
@@ -63,24 +70,29 @@ def _discard(database: Database, state: str, below: int) -> list[str]:
     return [prompt_id for _, prompt_id in gone]
 
 
-def assemble(
-    database: Database, index: int, count: int, max_staleness: int, policy: Literal["fifo", "freshest"]
-) -> bool:
-    """Choose and record batch `index`; False when too few groups are stored."""
-    if database.one("SELECT count(*) FROM groups WHERE state = 'stored'") < count:
+def assemble(database: Database, index: int, rules: Rules, leased: list[int], seed: int) -> bool:
+    """Choose and record batch `index`; False when it has to wait. `leased` and `seed` as in `choose`."""
+    if database.one("SELECT count(*) FROM groups WHERE state = 'stored'") < rules.groups_per_batch:
         return False
-    stored = database.run("SELECT sequence, turn, oldest_version FROM groups WHERE state = 'stored'")
-    chosen = choose([Candidate(*row) for row in stored], count, index, max_staleness, policy)
+    stored = database.run(
+        "SELECT sequence, turn, oldest_version, uses, priority FROM groups WHERE state = 'stored'"
+    )
+    chosen = choose([Candidate(*row) for row in stored], leased, index, rules, seed)
     for place, candidate in enumerate(chosen):
+        database.run("INSERT INTO members VALUES (?, ?, ?)", index, place, candidate.sequence)
+        used_up = candidate.uses + 1 >= rules.max_uses
         database.run(
-            "UPDATE groups SET state = 'batched', batch = ?, place = ? WHERE sequence = ?",
-            *(index, place, candidate.sequence),
+            "UPDATE groups SET uses = uses + 1, state = ? WHERE sequence = ?",
+            *("batched" if used_up else "stored", candidate.sequence),
         )
     database.run(
-        "UPDATE prompts SET state = 'batched' "
-        "WHERE prompt_id IN (SELECT prompt_id FROM groups WHERE batch = ?)",
+        "UPDATE prompts SET state = 'batched' WHERE prompt_id IN "
+        "(SELECT prompt_id FROM members JOIN groups USING (sequence) WHERE batch = ?)",
         index,
     )
+    again = sum(candidate.uses > 0 for candidate in chosen)
+    if again:
+        database.count("reused", again)
     return bool(chosen)
 
 
@@ -92,7 +104,8 @@ def recorded(database: Database, index: int) -> Assembled:
     """
     committed = database.fact("committed", 0)
     rows = database.run(
-        "SELECT sequence, tokens, trajectories, trained_tokens FROM groups WHERE batch = ? ORDER BY place",
+        "SELECT sequence, tokens, trajectories, trained_tokens FROM members JOIN groups USING (sequence) "
+        "WHERE batch = ? ORDER BY place",
         index,
     ).fetchall()
     if index < committed or not rows:
@@ -125,15 +138,15 @@ def payloads(connection: sqlite3.Connection, sequences: tuple[int, ...]) -> list
 
 
 def forget(database: Database, index: int) -> int:
-    """Delete the groups of every batch below `index`; how many there were."""
-    database.run(
-        "DELETE FROM payloads "
-        "WHERE sequence IN (SELECT sequence FROM groups WHERE batch < ? AND state = 'batched')",
-        index,
-    )
+    """Delete the groups that neither a batch from `index` on nor any to come can ask for; how many there
+    were."""
     done = database.run(
-        "UPDATE groups SET state = 'trained' WHERE batch < ? AND state = 'batched' RETURNING prompt_id", index
+        "UPDATE groups SET state = 'trained' WHERE state = 'batched' AND NOT EXISTS "
+        "(SELECT 1 FROM members WHERE members.sequence = groups.sequence AND batch >= ?) "
+        "RETURNING sequence, prompt_id",
+        index,
     ).fetchall()
-    for (prompt_id,) in done:
+    for sequence, prompt_id in done:
+        database.run("DELETE FROM payloads WHERE sequence = ?", sequence)
         database.run("UPDATE prompts SET state = 'trained' WHERE prompt_id = ?", prompt_id)
     return len(done)

@@ -17,7 +17,7 @@ from typing import Any
 
 from buffer.errors import BufferInUse
 
-LAYOUT = 1
+LAYOUT = 2
 """Raised by one whenever the tables change; a file of another layout is refused."""
 PAGE_SIZE = 16384
 CHECKPOINT_PAGES = 16384
@@ -43,15 +43,23 @@ CREATE TABLE IF NOT EXISTS leases (
 CREATE INDEX IF NOT EXISTS leases_kind ON leases (kind);
 CREATE INDEX IF NOT EXISTS leases_request ON leases (request_id);
 
--- state: stored, batched, evicted, dropped, trained. `turn` is the lease's; `place` the place in the batch.
+-- state: stored (a use is left), batched (none is), evicted, dropped, trained. `turn` is the lease's, `uses`
+-- the number of its batches, `reward` the mean of its completions.
 CREATE TABLE IF NOT EXISTS groups (
     sequence INTEGER PRIMARY KEY, group_id TEXT NOT NULL UNIQUE, prompt_id TEXT NOT NULL,
     turn INTEGER NOT NULL, state TEXT NOT NULL, oldest_version INTEGER NOT NULL,
     trajectories INTEGER NOT NULL, tokens INTEGER NOT NULL, trained_tokens INTEGER NOT NULL,
-    batch INTEGER, place INTEGER
+    reward REAL NOT NULL, priority REAL NOT NULL, uses INTEGER NOT NULL DEFAULT 0
 );
 CREATE INDEX IF NOT EXISTS groups_stored ON groups (oldest_version) WHERE state = 'stored';
-CREATE INDEX IF NOT EXISTS groups_batched ON groups (batch, place) WHERE batch IS NOT NULL;
+CREATE INDEX IF NOT EXISTS groups_batched ON groups (sequence) WHERE state = 'batched';
+
+-- What each batch is made of. No batch holds a group twice.
+CREATE TABLE IF NOT EXISTS members (
+    batch INTEGER NOT NULL, place INTEGER NOT NULL, sequence INTEGER NOT NULL,
+    PRIMARY KEY (batch, place)
+) WITHOUT ROWID;
+CREATE UNIQUE INDEX IF NOT EXISTS members_of_group ON members (sequence, batch);
 
 -- The two frames of a group as they came; gone once nobody can ask for them again.
 CREATE TABLE IF NOT EXISTS payloads (sequence INTEGER PRIMARY KEY, meta BLOB NOT NULL, arrays BLOB NOT NULL);

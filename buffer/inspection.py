@@ -56,9 +56,10 @@ def _inspect(connection: sqlite3.Connection) -> dict[str, Any]:
             "SELECT oldest_version, count(*) FROM groups WHERE state = 'stored' GROUP BY oldest_version"
         ),
         "staleness": pairs(
-            "SELECT batch - oldest_version, count(*) FROM groups WHERE batch IS NOT NULL "
+            "SELECT batch - oldest_version, count(*) FROM members JOIN groups USING (sequence) "
             "GROUP BY 1 ORDER BY 1"
         ),
+        "uses": pairs("SELECT uses, count(*) FROM groups WHERE uses > 0 GROUP BY uses ORDER BY uses"),
         "oldest": None
         if oldest is None
         else dict(zip(("group_id", "prompt_id", "oldest_version", "tokens"), oldest, strict=True)),

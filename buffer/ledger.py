@@ -19,6 +19,9 @@ SERVER_STOPPED = "server_stopped"
 """Why a server that ends hands its leases back."""
 MAX_FAILURES = 3
 """A prompt given up more often than this is dropped by rule `failed`."""
+SILENT_S = 15.0
+"""No batch waits for a lease not renewed for this long, or for half its time where that is less: its server
+may be dead. Servers renew every 5 s, or every quarter of the lease's time."""
 
 
 class Ledger:
@@ -140,6 +143,12 @@ class Ledger:
         """Leases that ran out."""
         now = self._clock()
         return [i for i, deadline in self._deadlines.items() if deadline <= now]
+
+    def awaited(self) -> list[int]:
+        """Published version at the lease, of the training leases whose server is heard of."""
+        heard = self._clock() + self._timeout_s - min(SILENT_S, self._timeout_s / 2)
+        leases = self._database.run("SELECT lease_id, version FROM leases WHERE kind = 'train'")
+        return [version for lease_id, version in leases if self._deadlines[lease_id] >= heard]
 
     def end(self, lease_id: str) -> str | None:
         """Take a lease back; its prompt, or None when it is not live."""

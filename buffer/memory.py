@@ -34,7 +34,7 @@ class MemoryBuffer:
         eval_every: int | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        sources = Sources(PromptQueue(rows, seed, epochs, shuffle), list(eval_rows), eval_every)
+        sources = Sources(PromptQueue(rows, seed, epochs, shuffle), list(eval_rows), eval_every, seed)
         self.store = Store(None, "memory", config, sources, clock)
 
     async def lease(self, max_groups: int, timeout_s: float) -> list[Lease]:

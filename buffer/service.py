@@ -80,8 +80,10 @@ def _sources(experiment: BufferExperiment) -> Sources:
     data, evaluation = experiment.data, experiment.eval
     queue = open_prompts(data, experiment.seed)
     if evaluation is None:
-        return Sources(queue, [], None)
-    return Sources(queue, load_rows(evaluation.source, experiment.seed + EVAL_SEED), evaluation.every)
+        return Sources(queue, [], None, experiment.seed)
+    return Sources(
+        queue, load_rows(evaluation.source, experiment.seed + EVAL_SEED), evaluation.every, experiment.seed
+    )
 
 
 def _stop_on_signals() -> asyncio.Event:

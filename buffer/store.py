@@ -16,13 +16,15 @@ from buffer import assembly
 from buffer.assembly import Assembled
 from buffer.config import BufferConfig
 from buffer.database import Database
+from buffer.dotted import is_dotted, resolve
 from buffer.errors import BadMessage, DataExhausted, RunFinished
 from buffer.evaluations import Evaluations
 from buffer.groups import Delivery
 from buffer.ledger import Ledger
+from buffer.policies import ADVANTAGE, priority
 from buffer.prompts import PromptQueue, Row, fingerprint
 from buffer.records import Lease
-from buffer.staleness import Stock, admissible
+from buffer.staleness import Stock, admissible, oldest_trainable
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +37,8 @@ class Sources:
     queue: PromptQueue
     eval_rows: list[Row]
     eval_every: int | None
+    seed: int = 0
+    """The run's."""
 
 
 class Store:
@@ -51,10 +55,15 @@ class Store:
         """Open or resume. `run_dir` None keeps everything in memory.
 
         Raises:
-            ValueError: The file belongs to another run, or the data changed since the run began.
+            ValueError: The file belongs to another run, the data changed since the run began, or there is no
+                such function as `config.priority`.
         """
+        if is_dotted(config.priority or ADVANTAGE):
+            resolve(str(config.priority))
         self.database = Database(run_dir / "buffer.sqlite" if run_dir else None)
-        self._rules = config
+        self._config = config
+        self._rules = config.rules
+        self._seed = sources.seed
         with self.transaction():
             self._belongs("run_id", run_id, "use another run_dir")
             self._belongs(
@@ -129,6 +138,7 @@ class Store:
             prompt_id = self.ledger.end(lease_id)
             assert prompt_id is not None, "a deadline without a lease"
             self.ledger.requeue(prompt_id, "timeout")
+            self._stock_changed = True  # a batch may have waited for it
         return len(late)
 
     def give_up(self, lease_id: str, reason: str, requeue: bool) -> None:
@@ -136,8 +146,8 @@ class Store:
         prompt_id = self.ledger.end(lease_id)
         if prompt_id is None:
             return
+        self._stock_changed = True  # a batch may have waited for it, or the data may be exhausted by it
         if not self.ledger.fail(prompt_id, reason, requeue):
-            self._stock_changed = True  # the data may be exhausted by it
             self.evaluations.dropped(prompt_id)
 
     # Groups
@@ -149,7 +159,8 @@ class Store:
         told so at its next renewal.
 
         Raises:
-            BadMessage: The group is not of the prompt that its lease lent.
+            BadMessage: The group is not of the prompt that its lease lent, or the user's priority fails on
+                it.
         """
         group = delivery.group
         prompt = self.database.run(
@@ -172,22 +183,26 @@ class Store:
         if known or state not in ("queued", "leased"):
             self.database.count("duplicates")
             return False
-        self.ledger.end_of_prompt(group.prompt_id)
         if kind == "eval":
+            self.ledger.end_of_prompt(group.prompt_id)
             self.evaluations.record(group)
-        else:
-            self._keep(delivery, turn)
+            return True
+        wanted = 0.0
+        if self._rules.policy == "priority":
+            wanted = priority(group, self._config.priority or ADVANTAGE)
+        self.ledger.end_of_prompt(group.prompt_id)
+        self._keep(delivery, turn, wanted)
         return True
 
-    def _keep(self, delivery: Delivery, turn: int) -> None:
+    def _keep(self, delivery: Delivery, turn: int, wanted: float) -> None:
         group = delivery.group
         self.database.count("delivered")
         rewards = {t.reward for t in group.trajectories}
-        if self._rules.dynamic_sampling and len(rewards) == 1:
-            assembly.insert(self.database, delivery, turn, "dropped")
+        if self._config.dynamic_sampling and len(rewards) == 1:
+            assembly.insert(self.database, delivery, turn, "dropped", wanted)
             self.ledger.drop(group.prompt_id, "zero_variance")
         else:
-            assembly.insert(self.database, delivery, turn, "stored")
+            assembly.insert(self.database, delivery, turn, "stored", wanted)
             self.ledger.move(group.prompt_id, "stored")
         self._stock_changed = True
 
@@ -207,7 +222,7 @@ class Store:
             return None
         for prompt_id in assembly.evict(self.database, index, rules.max_staleness):
             self.ledger.requeue(prompt_id, "evicted")
-        if assembly.assemble(self.database, index, rules.groups_per_batch, rules.max_staleness, rules.policy):
+        if assembly.assemble(self.database, index, rules, self.ledger.awaited(), self._seed):
             self.database.set_fact("frontier", index + 1)
             self._stock_changed = True
             return assembly.recorded(self.database, index)
@@ -264,15 +279,20 @@ class Store:
     def stock(self) -> Stock:
         return Stock(
             leased=self.database.one("SELECT count(*) FROM leases WHERE kind = 'train'"),
-            stored=self.database.one("SELECT count(*) FROM groups WHERE state = 'stored'"),
+            stored=self.database.one("SELECT count(*) FROM groups WHERE state = 'stored' AND uses = 0"),
             assembled=self.frontier(),
             published=self.database.fact("published"),
+            kept=self.database.one("SELECT count(*) FROM groups WHERE state = 'stored' AND uses > 0"),
         )
 
     def room(self) -> int:
         """How many training groups may be leased now."""
-        rules = self._rules
-        return admissible(self.stock(), rules.groups_per_batch, rules.max_staleness, rules.capacity)
+        return admissible(self.stock(), self._rules, self._config.capacity)
+
+    def overdue(self) -> int:
+        """Leases that the next batch waits for: no later one may train what they bring."""
+        last = oldest_trainable(self.frontier(), self._rules.max_staleness)
+        return sum(version == last for version in self.ledger.awaited()) if self._rules.keeps_turns else 0
 
     def status(self) -> dict[str, Any]:
         """Plain numbers on everything kept here."""
@@ -285,6 +305,8 @@ class Store:
             "committed": self.database.fact("committed", 0),
             "leased": stock.leased,
             "stored": stock.stored,
+            "kept": stock.kept,
+            "overdue": self.overdue(),
             "eval_leased": self.database.one("SELECT count(*) FROM leases WHERE kind = 'eval'"),
             "room": self.room(),
             "epoch": epoch,
@@ -292,6 +314,7 @@ class Store:
             "prompts": len(self.ledger.queue.rows),
             "delivered": counters.get("delivered", 0),
             "trained": counters.get("trained", 0),
+            "reused": counters.get("reused", 0),
             "duplicates": counters.get("duplicates", 0),
             "orphans": counters.get("orphans", 0),
             "evicted": counters.get("requeued/evicted", 0),

@@ -119,7 +119,7 @@ def _single(sources: Mapping[str, PromptSource]) -> dict[str, SingleSource]:
 
 def _functions(e: WholeExperiment) -> dict[str, dict[str, str]]:
     """The user's functions under their keys, by the service that calls them."""
-    learner = e.learner
+    learner, priority = e.learner, e.buffer.priority or ""
     called = {
         "learner.algorithm.loss": learner.algorithm.loss,
         "learner.algorithm.advantage": learner.algorithm.advantage,
@@ -133,7 +133,7 @@ def _functions(e: WholeExperiment) -> dict[str, dict[str, str]]:
     episode = {"rollout.episode": e.rollout.episode} if e.rollout.episode else {}
     texts = _paths(_texts(e))
     return {
-        "buffer": _paths(_prompts(e)),
+        "buffer": _paths(_prompts(e)) | ({"buffer.priority": priority} if is_dotted(priority) else {}),
         "rollout": rewards | episode,
         "learner": texts | {key: path for key, path in called.items() if path and is_dotted(path)},
     }

@@ -86,7 +86,9 @@ class Bench:
 
     def prompts_of(self, index: int) -> list[str]:
         """Prompt ids of a recorded batch, in order."""
-        rows = self.store.database.run("SELECT prompt_id FROM groups WHERE batch = ? ORDER BY place", index)
+        rows = self.store.database.run(
+            "SELECT prompt_id FROM members JOIN groups USING (sequence) WHERE batch = ? ORDER BY place", index
+        )
         return [p for (p,) in rows]
 
     def ledger(self) -> dict[str, str]:

@@ -9,7 +9,14 @@ from hypothesis import strategies as st
 
 from buffer.errors import DataExhausted
 
-ROWS, BATCH, STALENESS = 7, 2, 1
+ROWS, BATCH = 7, 2
+RULES = [
+    {"policy": "fifo", "max_staleness": 1},
+    {"policy": "freshest", "max_staleness": 1},
+    {"policy": "priority", "max_staleness": 2},
+    {"policy": "uniform", "max_staleness": 3, "max_uses": 2},
+    {"policy": "fifo", "max_staleness": 2, "max_uses": 3},
+]
 STEPS = (
     "lease",
     "deliver",
@@ -25,7 +32,7 @@ STEPS = (
 )
 
 
-@pytest.mark.parametrize("policy", ["fifo", "freshest"])
+@pytest.mark.parametrize("rules", RULES, ids=lambda r: f"{r['policy']}-{r.get('max_uses', 1)}")
 @settings(
     max_examples=25,
     deadline=None,
@@ -33,8 +40,8 @@ STEPS = (
     derandomize=True,
 )
 @given(steps=st.lists(st.sampled_from(STEPS), min_size=20, max_size=120), seed=st.integers(0, 1000))
-def test_every_prompt_is_accounted_for_and_no_stale_token_is_trained(bench, group, policy, steps, seed):
-    b = bench(rows=ROWS, epochs=2, groups_per_batch=BATCH, max_staleness=STALENESS, policy=policy)
+def test_every_prompt_is_accounted_for_and_no_stale_token_is_trained(bench, group, rules, steps, seed):
+    b = bench(rows=ROWS, epochs=2, groups_per_batch=BATCH, **rules)
     # What a crash of the machine would cost is not the walk's question; without its fsyncs it goes further.
     b.store.database.run("PRAGMA synchronous = OFF")
     b.do(lambda s: s.published(0))
@@ -54,6 +61,8 @@ class Walk:
         self.oldest = {}
         self.committed = 0
         self.exhausted = False
+        self.staleness = b.config.max_staleness
+        self.uses = b.config.max_uses
 
     def step(self, name):
         getattr(self, name)()
@@ -62,7 +71,9 @@ class Walk:
         before = self.b.store.stock()
         leases = self.b.lease(self.chance.randint(1, 4))
         self.held += leases
-        room = (STALENESS + self.version + 1) * BATCH - BATCH * len(self.batches)
+        ahead = {"priority": 1, "uniform": 2}.get(self.b.config.policy, self.staleness)
+        fresh = -(-BATCH // self.uses)
+        room = (ahead + self.version + 1 - len(self.batches)) * fresh
         assert before.leased + before.stored + len(leases) <= max(room, before.leased + before.stored)
 
     def deliver(self):
@@ -104,11 +115,13 @@ class Walk:
         if found is None:
             return
         rows = self.b.store.database.run(
-            "SELECT prompt_id, group_id FROM groups WHERE batch = ? ORDER BY place", index
+            "SELECT prompt_id, group_id FROM members JOIN groups USING (sequence) "
+            "WHERE batch = ? ORDER BY place",
+            index,
         ).fetchall()
-        assert len(rows) == BATCH
+        assert len(rows) == len(set(rows)) == BATCH, "full, and no group twice in it"
         for _, group_id in rows:
-            assert index - self.oldest[group_id] <= STALENESS
+            assert index - self.oldest[group_id] <= self.staleness
         self.batches.append((found, rows))
 
     def publish(self):
@@ -128,7 +141,9 @@ class Walk:
 
     def check(self):
         trained = collections.Counter(p for _, rows in self.batches for p, _ in rows)
-        assert not trained or max(trained.values()) == 1, "a prompt is trained once per epoch"
+        assert max(trained.values(), default=0) <= self.uses, "a prompt is in max_uses batches at most"
+        assert len({g for _, rows in self.batches for _, g in rows}) == len(trained), "by one group of it"
+        assert self.b.store.status()["reused"] == trained.total() - len(trained)
         states = self.b.ledger()
         epoch, position = self.b.store.ledger.place()
         assert set(states) == {f"{e}/{r}" for e in range(epoch) for r in range(ROWS)} | {
@@ -136,7 +151,10 @@ class Walk:
         }
         assert {p for p, s in states.items() if s in ("batched", "trained")} == set(trained)
         stored = {
-            p for (p,) in self.b.store.database.run("SELECT prompt_id FROM groups WHERE state = 'stored'")
+            p
+            for (p,) in self.b.store.database.run(
+                "SELECT prompt_id FROM groups WHERE state = 'stored' AND uses = 0"
+            )
         }
         leased = {p for (p,) in self.b.store.database.run("SELECT prompt_id FROM leases")}
         assert {p for p, s in states.items() if s == "stored"} == stored

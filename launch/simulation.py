@@ -1,0 +1,318 @@
+"""The pipeline as a discrete-event simulation: servers that generate, the buffer's own rules, one learner.
+
+Pure: no clock but its own, no files.
+"""
+
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+from typing import Protocol
+
+from buffer.policies import choose
+from buffer.staleness import Candidate, Rules, Stock, admissible, oldest_trainable
+
+NEVER = math.inf
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """Seconds, as measured or assumed."""
+
+    work: tuple[float, ...]
+    """Of a group alone on its server: the distribution, drawn from evenly."""
+    contention: float
+    """Between 0 and 1: with n groups in hand each takes 1 + contention · (n − 1) times as long as alone. 0
+    where the engine decodes many as fast as one, 1 where they share it."""
+    train: float
+    """Of the learner for each group of a batch."""
+    send: float
+    """The learner's for sending a version."""
+    load: float
+    """From there until the servers have it."""
+    pause: float
+    """Of a server at each load; nothing is generated meanwhile."""
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What is tried out."""
+
+    servers: int
+    max_groups: int
+    """That a server has in hand at a time."""
+    rules: Rules
+    capacity: int
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """Of the steps after the warm-up."""
+
+    groups_per_second: float
+    """Trained."""
+    learner_idle: float
+    """Share of the time in which the learner waits for a batch."""
+    server_idle: float
+    """Share of the places for groups, over all servers and the time, that stand empty."""
+    staleness_mean: float
+    """Over trained groups, by their oldest token."""
+    staleness_max: int
+    evicted: float
+    """Share of the delivered groups."""
+    work_trained: float
+    """Mean work of a trained group over the mean of all: 1 where no length is preferred."""
+
+
+@dataclass(slots=True)
+class Work:
+    """A group on its way, with what it costs alone."""
+
+    lease: int
+    version: int
+    """Published at its lease."""
+    work: float
+    started: int = -1
+    """Version that sampled its first token."""
+
+
+class Pool(Protocol):
+    """The buffer, as far as the simulation goes."""
+
+    def lease(self, limit: int) -> list[Work]: ...
+    def deliver(self, group: Work) -> None: ...
+    def batch(self, index: int) -> list[Work] | None: ...
+    def published(self, version: int) -> None: ...
+    def evicted(self) -> int: ...
+
+
+class RulePool:
+    """The buffer's rules over lists: what the store does, without it."""
+
+    def __init__(self, rules: Rules, capacity: int, work: Sequence[float], seed: int) -> None:
+        self._rules = rules
+        self._capacity = capacity
+        self._chance = random.Random(seed)
+        self._work = work
+        self._seed = seed
+        self._again: list[float] = []
+        self._leased: dict[int, Work] = {}
+        self._stored: dict[int, tuple[Work, int, int]] = {}
+        self._frontier = 0
+        self._published: int | None = None
+        self._turn = self._evicted = self._sequence = 0
+
+    def lease(self, limit: int) -> list[Work]:
+        kept = sum(uses > 0 for _, _, uses in self._stored.values())
+        stock = Stock(len(self._leased), len(self._stored) - kept, self._frontier, self._published, kept)
+        return [self._lend() for _ in range(min(limit, admissible(stock, self._rules, self._capacity)))]
+
+    def _lend(self) -> Work:
+        assert self._published is not None
+        work = self._again.pop(0) if self._again else self._chance.choice(self._work)
+        lease = Work(self._turn, self._published, work)
+        self._leased[lease.lease] = lease
+        self._turn += 1
+        return lease
+
+    def deliver(self, group: Work) -> None:
+        del self._leased[group.lease]
+        self._stored[self._sequence] = (group, group.started, 0)
+        self._sequence += 1
+
+    def batch(self, index: int) -> list[Work] | None:
+        floor = oldest_trainable(index, self._rules.max_staleness)
+        for sequence, (group, oldest, uses) in list(self._stored.items()):
+            if oldest < floor:
+                del self._stored[sequence]
+                if not uses:
+                    self._evicted += 1
+                    self._again.append(group.work)
+        if len(self._stored) < self._rules.groups_per_batch:
+            return None
+        stored = [Candidate(s, g.lease, oldest, uses) for s, (g, oldest, uses) in self._stored.items()]
+        leased = [lease.version for lease in self._leased.values()]
+        chosen = choose(stored, leased, index, self._rules, self._seed)
+        if not chosen:
+            return None
+        self._frontier = index + 1
+        taken = [self._stored[c.sequence][0] for c in chosen]
+        for candidate in chosen:
+            group, oldest, uses = self._stored.pop(candidate.sequence)
+            if uses + 1 < self._rules.max_uses:
+                self._stored[candidate.sequence] = (group, oldest, uses + 1)
+        return taken
+
+    def published(self, version: int) -> None:
+        self._published = version
+
+    def evicted(self) -> int:
+        return self._evicted
+
+
+@dataclass(slots=True)
+class Server:
+    """Groups in hand share its speed evenly: each has had `progress − its start` of its work."""
+
+    max_groups: int
+    contention: float
+    version: int = 0
+    progress: float = 0.0
+    paused_until: float = 0.0
+    empty_s: float = 0.0
+    """Places for groups times the seconds they stood empty."""
+    hand: list[tuple[float, int, Work]] = field(default_factory=list)
+
+    def speed(self) -> float:
+        return 1.0 / (1.0 + self.contention * (len(self.hand) - 1)) if self.hand else 0.0
+
+    def advance(self, since: float, now: float) -> None:
+        self.empty_s += (now - since) * (self.max_groups - len(self.hand))
+        running = now - max(since, min(self.paused_until, now))
+        self.progress += running * self.speed()
+
+    def take(self, group: Work) -> None:
+        group.started = self.version
+        heappush(self.hand, (self.progress + group.work, group.lease, group))
+
+    def next_end(self, now: float) -> float:
+        if not self.hand:
+            return NEVER
+        left = max(0.0, self.hand[0][0] - self.progress)
+        return max(now, self.paused_until) + left / self.speed()
+
+    def finish(self) -> Work:
+        ends, _, group = heappop(self.hand)
+        self.progress = max(self.progress, ends)
+        return group
+
+
+class Simulation:
+    """One setting; `run` makes its steps.
+
+    Args:
+        costs: In seconds.
+        setting: What is tried out.
+        pool: The buffer.
+    """
+
+    def __init__(self, costs: Costs, setting: Setting, pool: Pool) -> None:
+        self.now = 0.0
+        self._costs = costs
+        self._setting = setting
+        self._pool = pool
+        self._servers = [Server(setting.max_groups, costs.contention) for _ in range(setting.servers)]
+        self._loaded_at = NEVER
+        self._loading = 0
+        self._delivered = 0
+        self.ages: list[int] = []
+        """Of every group trained, in versions."""
+        self.worked: list[float] = []
+        """Work of every group trained."""
+        self.generated: list[float] = []
+        """And of every group generated."""
+
+    def run(self, steps: int, warm_up: int) -> Outcome:
+        """Make `warm_up` steps, then `steps` that are measured."""
+        self._pool.published(0)
+        idle = began = 0.0
+        empty = evicted = delivered = 0.0
+        for index in range(warm_up + steps):
+            if index == warm_up:
+                began, idle = self.now, 0.0
+                empty, evicted = self._empty(), self._pool.evicted()
+                delivered, skipped = self._delivered, len(self.ages)
+                skipped_work, skipped_generated = len(self.worked), len(self.generated)
+            asked = self.now
+            batch = self._await_batch(index)
+            idle += self.now - asked
+            self.ages += [index - group.started for group in batch]
+            self.worked += [group.work for group in batch]
+            self._pass(self._costs.train * len(batch))
+            self._settle()
+            self._pass(self._costs.send)
+            self._loading, self._loaded_at = index + 1, self.now + self._costs.load
+        seconds = max(self.now - began, 1e-12)
+        ages, worked, generated = self.ages[skipped:], self.worked[skipped_work:], self.generated
+        generated = generated[skipped_generated:] or generated
+        places = self._setting.servers * self._setting.max_groups
+        return Outcome(
+            groups_per_second=len(ages) / seconds,
+            learner_idle=idle / seconds,
+            server_idle=(self._empty() - empty) / (seconds * places),
+            staleness_mean=sum(ages) / len(ages),
+            staleness_max=max(ages),
+            evicted=(self._pool.evicted() - evicted) / max(1.0, self._delivered - delivered),
+            work_trained=(sum(worked) / len(worked)) / (sum(generated) / len(generated)),
+        )
+
+    def _empty(self) -> float:
+        return sum(server.empty_s for server in self._servers)
+
+    def _await_batch(self, index: int) -> list[Work]:
+        while True:
+            self._fill()
+            batch = self._pool.batch(index)
+            if batch is not None:
+                self._fill()
+                return batch
+            if self._next() == NEVER:
+                raise RuntimeError(f"batch {index} can never be made: nothing is on its way")
+            self._step(NEVER)
+
+    def _pass(self, seconds: float) -> None:
+        until = self.now + seconds
+        while self._next() <= until:
+            self._step(until)
+            self._fill()
+        self._move(until)
+
+    def _settle(self) -> None:
+        """Wait until the servers have the version before."""
+        while self._loaded_at != NEVER:
+            self._step(NEVER)
+            self._fill()
+
+    def _next(self) -> float:
+        return min(self._loaded_at, *(server.next_end(self.now) for server in self._servers))
+
+    def _move(self, until: float) -> None:
+        for server in self._servers:
+            server.advance(self.now, until)
+        self.now = until
+
+    def _step(self, until: float) -> None:
+        """The next event, if it comes by then: a version is loaded, or a group is done."""
+        ends = [server.next_end(self.now) for server in self._servers]
+        first = min(range(len(ends)), key=ends.__getitem__)
+        if self._loaded_at <= ends[first]:
+            self._move(min(until, self._loaded_at))
+            for server in self._servers:
+                server.version = self._loading
+                server.paused_until = self.now + self._costs.pause
+            self._pool.published(self._loading)
+            self._loaded_at = NEVER
+            return
+        self._move(min(until, ends[first]))
+        group = self._servers[first].finish()
+        self._delivered += 1
+        self.generated.append(group.work)
+        self._pool.deliver(group)
+
+    def _fill(self) -> None:
+        """Servers with room take leases, the emptiest first."""
+        while True:
+            server = min(self._servers, key=lambda s: len(s.hand))
+            if len(server.hand) >= server.max_groups:
+                return
+            leases = self._pool.lease(1)
+            if not leases:
+                return
+            server.take(leases[0])
+
+
+def simulate(costs: Costs, setting: Setting, steps: int = 120, warm_up: int = 20, seed: int = 1) -> Outcome:
+    """What a setting comes to."""
+    pool = RulePool(setting.rules, setting.capacity, costs.work, seed)
+    return Simulation(costs, setting, pool).run(steps, warm_up)

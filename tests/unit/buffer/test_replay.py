@@ -1,0 +1,74 @@
+"""Groups in more than one batch."""
+
+import pytest
+
+from buffer.errors import BatchForgotten
+
+
+def filled(bench, group, **rules):
+    """Six groups delivered at version 0, two a batch, each good for three batches."""
+    b = bench(rows=40, **{"groups_per_batch": 2, "max_staleness": 3, "max_uses": 3, **rules})
+    b.do(lambda s: s.published(0))
+    for lease in b.lease(6):
+        b.deliver(group(lease))
+    return b
+
+
+def test_a_group_trains_up_to_max_uses_batches_and_is_admitted_as_one(bench, group):
+    b = filled(bench, group)
+    assert b.store.stock().stored == 4, "four batches of one fresh group each"
+    batches = []
+    for index in range(4):
+        assert b.batch(index) is not None
+        batches.append(b.prompts_of(index))
+    assert batches[:2] == [["0/0", "0/1"], ["0/2", "0/3"]], "fresh ones first"
+    assert batches[2:] == [["0/0", "0/1"], ["0/2", "0/3"]], "then those that were in fewer batches"
+    status = b.store.status()
+    assert (status["stored"], status["kept"], status["reused"]) == (0, 4, 4)
+    assert b.store.stock().kept == 4
+
+
+def test_a_used_group_that_is_too_old_is_not_generated_again(bench, group):
+    b = filled(bench, group, max_staleness=2)
+    assert [b.batch(i) is not None for i in range(3)] == [True] * 3
+    b.do(lambda s: s.published(3))
+    assert b.batch(3) is None
+    status = b.store.status()
+    assert status["evicted"] == status["kept"] == 0
+    assert set(b.ledger().values()) == {"batched"}
+
+
+def test_a_payload_stays_until_no_batch_can_ask_for_it(bench, group):
+    b = filled(bench, group)
+    found = [b.batch(i) for i in range(3)]
+    payloads = "SELECT count(*) FROM payloads"
+    b.do(lambda s: s.committed(1))
+    with pytest.raises(BatchForgotten):
+        b.batch(0)
+    assert b.store.database.one(payloads) == 4, "batch 2 holds the groups of batch 0 too"
+    b.reopen()
+    assert [b.batch(i) for i in (1, 2)] == found[1:]
+    b.do(lambda s: s.committed(3))
+    assert b.store.database.one(payloads) == 4, "a use is left"
+    assert b.batch(3) is not None
+    assert b.batch(4) is None, "used up, or too old"
+    b.do(lambda s: s.committed(4))
+    assert b.store.database.one(payloads) == 0
+    assert b.store.status()["trained"] == 4
+    assert set(b.ledger().values()) == {"trained"}
+
+
+def test_kept_groups_take_room_of_the_capacity(bench, group):
+    b = filled(bench, group, capacity=20)
+    b.batch(0)
+    assert b.store.stock().kept == 2
+    b.do(lambda s: s.published(17))
+    assert len(b.lease(100)) == min(4 - 2, 20 - 4)
+
+
+def test_the_file_itself_refuses_a_group_twice_in_a_batch(bench, group):
+    b = filled(bench, group)
+    b.batch(0)
+    (sequence,) = b.store.database.run("SELECT sequence FROM members WHERE place = 0").fetchone()
+    with pytest.raises(Exception, match="UNIQUE"):
+        b.store.database.run("INSERT INTO members VALUES (0, 9, ?)", sequence)
