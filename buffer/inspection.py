@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from buffer.database import read_only
+from buffer.starvation import starvation
 
 
 def inspect(run_dir: Path) -> dict[str, Any]:
@@ -66,6 +67,7 @@ def _inspect(connection: sqlite3.Connection) -> dict[str, Any]:
         "dropped": pairs("SELECT rule, count(*) FROM prompts WHERE state = 'dropped' GROUP BY rule"),
         "counters": pairs("SELECT name, value FROM counters ORDER BY name"),
         "eval_scores": pairs("SELECT version, score FROM evals WHERE state != 'open' ORDER BY version"),
+        "starvation": starvation(connection),
         "payload_bytes": connection.execute(
             "SELECT coalesce(sum(length(arrays)), 0) FROM payloads"
         ).fetchone()[0],

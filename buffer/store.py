@@ -25,6 +25,7 @@ from buffer.policies import ADVANTAGE, priority
 from buffer.prompts import PromptQueue, Row, fingerprint
 from buffer.records import Lease
 from buffer.staleness import Stock, admissible, oldest_trainable
+from buffer.starvation import starvation
 
 logger = logging.getLogger(__name__)
 
@@ -321,6 +322,7 @@ class Store:
             "dropped": under(counters, "dropped/"),
             "requeued": under(counters, "requeued/"),
             "failed": under(counters, "failed/"),
+            "starvation": starvation(self.database.connection),
             "eval_scores": {str(v): s for v, s in self.evaluations.scores().items()},
             "finished": self.finished(),
             "over": self.over(),

@@ -38,6 +38,10 @@ class Summary:
     pause_seconds_max: float | None
     evicted: int
     requeued: int
+    """Prompts that went back to the queue."""
+    requeued_causes: dict[str, int]
+    starvation: dict[str, float | None]
+    """What was trained beside what was generated (`buffer.starvation.report`)."""
     duplicates: int
     dropped: dict[str, int]
     model: str | None
@@ -68,7 +72,6 @@ class Summary:
 
     def rows(self) -> list[tuple[str, str]]:
         """What, and its value, for people."""
-        dropped = ", ".join(f"{n} {rule}" for rule, n in sorted(self.dropped.items()) if n) or "none"
         generated, trained = self.server_tokens_per_second, self.learner_tokens_per_second
         rows = [
             ("steps", f"{self.steps} of {self.total_steps} in {clock(self.training_seconds)}"),
@@ -85,10 +88,18 @@ class Summary:
                 "pause",
                 _say("{:.2f} s in the mean, {:.2f} at most", self.pause_seconds_mean, self.pause_seconds_max),
             ),
-            ("groups", f"{self.evicted} evicted, {self.requeued} requeued, {self.duplicates} duplicates"),
-            ("dropped", dropped),
+            ("groups", f"{self.evicted} evicted, {self.duplicates} duplicates"),
+            ("requeued", _counts(self.requeued_causes)),
+            ("starvation", self._starvation()),
+            ("dropped", _counts(self.dropped)),
         ]
         return [(key, value) for key, value in rows if value]
+
+    def _starvation(self) -> str:
+        ratio, gap = (self.starvation.get(name) for name in ("length_ratio", "length_ks"))
+        evicted = self.starvation.get("evicted_length_ratio")
+        told = _say("trained groups {:.2f} times as long as generated ones, KS {:.2f}", ratio, gap)
+        return told + _say("; evicted ones {:.2f} times as long as trained", evicted)
 
     def _shown_parts(self) -> list[tuple[str, tuple[float | None, float | None]]]:
         """A single one is the reward itself."""
@@ -111,6 +122,10 @@ class Summary:
         return json.dumps(fields, indent=2) + "\n"
 
 
+def _counts(numbers: dict[str, int]) -> str:
+    return ", ".join(f"{n} {name}" for name, n in sorted(numbers.items()) if n) or "none"
+
+
 def _say(form: str, *values: float | None) -> str:
     """The text, or nothing when a value is not known."""
     return "" if None in values else form.format(*values)
@@ -128,6 +143,7 @@ def summarize(run_dir: Path, history: History | None = None) -> Summary:
     records = [history.steps[s] for s in sorted(history.steps)]
     seconds = sum(step_seconds(history))
     buffer = history.buffer[-1] if history.buffer else {}
+    requeued = {cause: int(n) for cause, n in dict(buffer.get("requeued") or {}).items()}
     scores = {v: float(r["score"]) for v, r in sorted(history.scores.items())}
     versions = list(scores)
     pauses = history.series("sync/pause_seconds")[1]
@@ -159,7 +175,9 @@ def summarize(run_dir: Path, history: History | None = None) -> Summary:
         pause_seconds_mean=mean_of(records, "sync/pause_seconds"),
         pause_seconds_max=max(pauses, default=None),
         evicted=int(buffer.get("evicted", 0)),
-        requeued=sum(int(n) for n in dict(buffer.get("requeued") or {}).values()),
+        requeued=sum(requeued.values()),
+        requeued_causes=requeued,
+        starvation=dict(buffer.get("starvation") or {}),
         duplicates=int(buffer.get("duplicates", 0)),
         dropped={rule: int(n) for rule, n in dict(buffer.get("dropped") or {}).items()},
         model=str(model) if (model / "config.json").exists() else None,

@@ -30,6 +30,8 @@ def test_a_finished_run_has_the_whole_report(make_run):
     assert told["learner_tokens_per_second"] == 60
     assert told["evicted"] == 2
     assert told["requeued"] == 5
+    assert told["requeued_causes"] == {"evicted": 2, "lost": 3}
+    assert told["starvation"]["evicted_length_ratio"] == 1.8
     assert told["dropped"] == {"failed": 4}
     assert told["staleness_max"] == 2
     assert told["pause_seconds_max"] == 0.5
