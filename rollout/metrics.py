@@ -120,9 +120,9 @@ class MeteredSink:
         self._meters.publish_s["stage"] += time.monotonic() - start
         return checksum
 
-    async def load(self, version: int) -> float:
+    async def load(self, version: int, loaded: Callable[[], None]) -> float:
         start = time.monotonic()
-        pause_s = await self._sink.load(version)
+        pause_s = await self._sink.load(version, loaded)
         self._meters.publish_s["load"] += time.monotonic() - start
         self._meters.publish_s["pause"] += pause_s
         self._meters.publishes += 1

@@ -70,7 +70,8 @@ class ScriptedSink:
     async def stage(self, plan: StagePlan) -> int:
         return 0
 
-    async def load(self, version: int) -> float:
+    async def load(self, version: int, loaded: Callable[[], None]) -> float:
+        loaded()
         return 0.0
 
     async def drop(self) -> None:

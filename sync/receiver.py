@@ -229,9 +229,8 @@ class Receiver:
         checksum = await self._sink.stage(plan)
         staged = time.monotonic()
         self._loading = True
-        pause_seconds = await self._sink.load(plan.version)
+        pause_seconds = await self._sink.load(plan.version, lambda: self._generates_with(plan.version))
         loaded = time.monotonic()
-        self._version = plan.version
         self._told.clear()
         self._first_version.set()
         self.last_update = Update(plan.version, staged - started, loaded - staged, pause_seconds)
@@ -243,6 +242,9 @@ class Receiver:
             socket,
             Loaded(attempt, plan.version, checksum, staged - started, loaded - staged, pause_seconds),
         )
+
+    def _generates_with(self, version: int) -> None:
+        self._version = version
 
     def _tell_once(self, trouble: str) -> None:
         logger.log(logging.DEBUG if trouble in self._told else logging.WARNING, "sync: %s", trouble)

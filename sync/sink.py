@@ -48,8 +48,12 @@ class WeightSink(Protocol):
         """
         ...
 
-    async def load(self, version: int) -> float:
+    async def load(self, version: int, loaded: Callable[[], None]) -> float:
         """Put the staged version into every rank of the engine; generation goes on with it.
+
+        Args:
+            loaded: Called when every rank has it and before anything is generated with it: who asks for more
+                from then on asks for that version.
 
         Returns:
             Seconds during which nothing was generated.

@@ -34,6 +34,7 @@ class Stage:
     group: BroadcastGroup | None
     """None until connected; usable again once staged."""
     state: Literal["receiving", "staged", "failed"] = "receiving"
+    """receiving: also while what has arrived is prepared."""
     buckets: int = 0
     checksum: int = 0
     cause: str = ""
@@ -47,10 +48,22 @@ class Stager:
     would halve the bandwidth.
     """
 
-    def __init__(self, device: torch.device, on_bucket: Callable[[int], None] = lambda index: None) -> None:
-        """`on_bucket` is called on the receiving thread with the index of each bucket that landed."""
+    def __init__(
+        self,
+        device: torch.device,
+        on_bucket: Callable[[int], None] = lambda index: None,
+        prepare: Callable[[Manifest, Tensor], None] = lambda manifest, stream: None,
+    ) -> None:
+        """Both are called on the receiving thread.
+
+        Args:
+            on_bucket: With the index of each bucket that landed.
+            prepare: With a version that arrived whole and unchanged, before it counts as staged. A SyncError
+                of it fails the stage. A stage that was dropped meanwhile may still be in it.
+        """
         self._device = device
         self._on_bucket = on_bucket
+        self._prepare = prepare
         self._memory: Tensor | None = None
         self._stage: Stage | None = None
 
@@ -64,7 +77,7 @@ class Stager:
         self._stage = stage
         thread = threading.Thread(
             target=_receive,
-            args=(stage, seat, self._device, self._on_bucket),
+            args=(stage, seat, self._device, self._on_bucket, self._prepare),
             daemon=True,
             name="slipstream-stage",
         )
@@ -118,13 +131,20 @@ def make_seal(version: int, sums: list[int], device: torch.device) -> Tensor:
     return torch.tensor([version, len(sums), *sums], dtype=torch.int64, device=device)
 
 
-def _receive(stage: Stage, seat: Seat, device: torch.device, on_bucket: Callable[[int], None]) -> None:
+def _receive(
+    stage: Stage,
+    seat: Seat,
+    device: torch.device,
+    on_bucket: Callable[[int], None],
+    prepare: Callable[[Manifest, Tensor], None],
+) -> None:
     _use_every_core()
     try:
         if stage.group is None:
             stage.group = BroadcastGroup.connect(seat, device)
         sums = _fill(stage, stage.group, device, on_bucket)
         _compare(stage, stage.group, sums, device)
+        prepare(stage.manifest, stage.stream)
     except SyncError as error:
         stage.cause, stage.reason, stage.state = error.cause, str(error), "failed"
     else:

@@ -66,10 +66,11 @@ class StandInSink:
             raise BY_CAUSE.get(str(status.get("cause")), TransferFailed)(str(status.get("reason")))
         return int(str(status["checksum"]))
 
-    async def load(self, version: int) -> float:
+    async def load(self, version: int, loaded: Callable[[], None]) -> float:
         await asyncio.sleep(self._behavior.load_seconds)
         sums = {name: fingerprint(tensor) for name, tensor in unpack(*self._stager.staged(version))}
         self._tell({"event": "loaded", "version": version, "sums": sums})
+        loaded()
         return self._behavior.load_seconds
 
     async def drop(self) -> None:

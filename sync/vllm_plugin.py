@@ -1,4 +1,4 @@
-"""Inside vLLM's workers: receives versions in the background and loads them while the engine is paused.
+"""Inside vLLM's workers: receives versions in the background and brings them in while the engine is paused.
 
 vLLM finds `register` through the entry point `vllm.general_plugins` in each of its processes. The front
 process (`sync.vllm_sink`) drives the engine through vLLM's own weight-transfer calls: init begins a staging,
@@ -7,6 +7,7 @@ how far it is, so a worker extension adds one.
 """
 
 import logging
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,11 +25,12 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from sync.buckets import unpack
-from sync.errors import ManifestRefused
+from sync.errors import LoadFailed, ManifestRefused
 from sync.expected import ExpectedModel, read_specs
 from sync.group import Seat
 from sync.manifest import Manifest
 from sync.stager import Stager
+from sync.vllm_twin import Twin, can_have_twin, repack_head
 
 logger = logging.getLogger(__name__)
 
@@ -81,7 +83,9 @@ class StagingEngine(WeightTransferEngine[StageOrder, LoadOrder]):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._stager = Stager(self.device)
+        self._stager = Stager(self.device, prepare=self._prepare)
+        self._twin: Twin | None = None
+        self._preparing = threading.Lock()
         self._expected: ExpectedModel | None = None
         self._refusal: str | None = None
 
@@ -108,19 +112,45 @@ class StagingEngine(WeightTransferEngine[StageOrder, LoadOrder]):
 
     @torch.inference_mode()
     def receive_weights(self, update_info: LoadOrder) -> None:
-        """Load what is staged. The engine must be paused: half-way through, its weights are on no device."""
+        """Bring in what is staged. The engine must be paused: half-way through, its weights are of two
+        versions, or on no device."""
         manifest, stream = self._stager.staged(update_info.version)
-        tied = bool(getattr(self.model_config.hf_text_config, "tie_word_embeddings", False))
-        weights = (pair for pair in unpack(manifest, stream) if not (tied and pair[0] == "lm_head.weight"))
+        if self._twin is not None:
+            self._twin.exchange()
+            return
         with _experts_packed_anew(self.model, self.device):
             initialize_layerwise_reload(self.model)
             try:
                 load: Any = self.model.load_weights
-                load(weights)
+                load(self._weights(manifest, stream))
             finally:  # also after an error: it puts every layer back together, fit to be loaded again
                 finalize_layerwise_reload(self.model, self.model_config)
-        if tied:
-            self._refresh_tied_head()
+        if self._tied:
+            repack_head(self.model)
+
+    @torch.inference_mode()
+    def _prepare(self, manifest: Manifest, stream: torch.Tensor) -> None:
+        """On the receiving thread, while the engine decodes: all that needs no pause.
+
+        Raises:
+            LoadFailed: vLLM cannot load it.
+        """
+        if not can_have_twin(self.model, self.device):
+            return
+        with self._preparing:  # of a stage that was dropped the thread goes on, beside the next one's
+            try:
+                self._twin = self._twin or Twin(self.model, self.model_config, self._tied)
+                self._twin.load(self._weights(manifest, stream))
+            except Exception as error:  # vLLM's loading raises whatever it likes
+                raise LoadFailed(f"{type(error).__name__}: {error}") from error
+
+    def _weights(self, manifest: Manifest, stream: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+        """What is staged, as vLLM's `load_weights` wants it."""
+        return (pair for pair in unpack(manifest, stream) if not (self._tied and pair[0] == "lm_head.weight"))
+
+    @property
+    def _tied(self) -> bool:
+        return bool(getattr(self.model_config.hf_text_config, "tie_word_embeddings", False))
 
     def finish_weight_update(self) -> None:
         """Nothing left."""
@@ -132,25 +162,13 @@ class StagingEngine(WeightTransferEngine[StageOrder, LoadOrder]):
 
     def _objection(self, manifest: Manifest) -> str | None:
         if self._expected is None:
-            tied = bool(getattr(self.model_config.hf_text_config, "tie_word_embeddings", False))
             dtype = str(self.model_config.dtype).removeprefix("torch.")
-            self._expected = ExpectedModel(read_specs(Path(self.model_config.model)), dtype, tied)
+            self._expected = ExpectedModel(read_specs(Path(self.model_config.model)), dtype, self._tied)
         try:
             self._expected.check(manifest)
         except ManifestRefused as refusal:
             return str(refusal)
         return None
-
-    def _refresh_tied_head(self) -> None:
-        """Give a tied output layer the new embeddings where it does not read them from the shared parameter.
-
-        On CPU a linear layer computes with a packed copy of its weight, made when the weight is loaded and
-        held by `layer.cpu_linear`. A tied head is loaded no weight of its own, so the reload never packs it
-        anew, and it would go on with the first version's embeddings.
-        """
-        head = getattr(self.model, "lm_head", None)
-        if head is not None and hasattr(head, "cpu_linear"):
-            head.quant_method.process_weights_after_loading(head)
 
 
 @contextmanager

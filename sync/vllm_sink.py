@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
 import msgpack
@@ -78,7 +78,7 @@ class VllmSink:
                 raise TransferFailed(f"no bucket arrived within {2 * plan.timeout_s:g} s")
             await asyncio.sleep(POLL_S)
 
-    async def load(self, version: int) -> float:
+    async def load(self, version: int, loaded: Callable[[], None]) -> float:
         """As `WeightSink.load`.
 
         If the load breaks off half-way the ranks may hold a mixture of two versions. The engine then stays
@@ -87,14 +87,16 @@ class VllmSink:
         for rank, status in enumerate(await self._status()):
             if (status["state"], status.get("version")) != ("staged", version):
                 raise LoadFailed(f"rank {rank}: version {version} is not staged: {status}")
-        started = time.perf_counter()
         try:
+            # It returns when the step under way has ended: until then tokens are made.
             await self._call(self._engine.pause_generation(mode="keep", clear_cache=False), LoadFailed)
+            paused = time.perf_counter()
             await self._replace_weights(version)
+            loaded()
         finally:
             if self._resumable:
                 await self._call(self._engine.resume_generation(), LoadFailed)
-        return time.perf_counter() - started
+        return time.perf_counter() - paused
 
     async def drop(self) -> None:
         await self._call(self._engine.shutdown_weight_transfer_engine(), TransferFailed)

@@ -184,11 +184,11 @@ def test_a_version_counts_once_it_is_loaded_and_not_when_its_load_failed(make_pu
     before = []
 
     class Sink(StandInSink):
-        async def load(self, version: int) -> float:
+        async def load(self, version: int, loaded) -> float:
             before.append((version, receiver.version))
             if version == 1:
                 raise LoadFailed("out of memory")
-            return await super().load(version)
+            return await super().load(version, loaded)
 
     receiver = Receiver(SyncConfig(address=address), "test", "a", Sink(Behavior(), lambda event: None))
 

@@ -63,6 +63,11 @@ def sink(engine):
     return VllmSink(cast(Any, engine))
 
 
+def load(driven):
+    engine: Any = driven._engine
+    return asyncio.run(driven.load(7, lambda: engine.asked.append("requests name it")))
+
+
 def test_a_version_is_staged_when_the_last_rank_has_it():
     engine = Engine(
         [rank("receiving"), rank("receiving")],
@@ -86,15 +91,15 @@ def test_one_rank_that_fails_fails_the_stage():
 
 def test_weights_and_label_change_together_while_nothing_is_sampled():
     engine = Engine([rank("staged"), rank("staged")])
-    assert asyncio.run(sink(engine).load(7)) >= 0
-    assert engine.asked == ["pause", "start", ("load", 7), ("finish", "7"), "resume"]
+    assert load(sink(engine)) >= 0
+    assert engine.asked == ["pause", "start", ("load", 7), ("finish", "7"), "requests name it", "resume"]
 
 
 @pytest.mark.parametrize("other", [rank("receiving"), rank("staged", version=6), {"state": "idle"}])
 def test_a_version_that_one_rank_lacks_is_not_loaded_on_any(other):
     engine = Engine([rank("staged"), other])
     with pytest.raises(LoadFailed, match="rank 1: version 7 is not staged"):
-        asyncio.run(sink(engine).load(7))
+        load(sink(engine))
     assert engine.asked == []
 
 
@@ -103,8 +108,8 @@ def test_an_engine_of_two_versions_stays_paused_until_a_load_succeeds():
     driven = sink(engine)
     engine.breaks = True
     with pytest.raises(LoadFailed, match="out of memory"):
-        asyncio.run(driven.load(7))
+        load(driven)
     assert engine.asked == ["pause", "start", ("load", 7), ("finish", None)], "no label, and no resume"
     engine.breaks = False
-    asyncio.run(driven.load(7))
-    assert engine.asked[-2:] == [("finish", "7"), "resume"]
+    load(driven)
+    assert engine.asked[-3:] == [("finish", "7"), "requests name it", "resume"]
