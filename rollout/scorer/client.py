@@ -11,6 +11,9 @@ from rollout.scorer.wire import Ids, Request, Welcome, Words
 
 logger = logging.getLogger(__name__)
 
+QUEUE_S = 30.0
+"""A score may well take this long: a batch's completions end together and stand in line at the scorer."""
+
 
 class ScorerClient:
     """One connection to one scorer; calls may run side by side, all of one event loop.
@@ -58,13 +61,15 @@ class ScorerClient:
             Unreachable: No answer within `timeout_s`.
             Refusal: `ScoringFailed`, `BadMessage` or `WrongRun`.
         """
-        reply, _ = await self._ask("score", work, self._timeout_s)
+        reply, _ = await self._ask("score", work, self._timeout_s, QUEUE_S)
         return wire.decode_score(reply)
 
-    async def _ask(self, what: str, work: Ids | Words | None, timeout_s: float) -> Answer:
+    async def _ask(
+        self, what: str, work: Ids | Words | None, timeout_s: float, expected_s: float = 0.0
+    ) -> Answer:
         request = Request(new_id(), self._run_id, self._reward, self._name, work)
         message = wire.encode_request(request)
         deadline = time.monotonic() + timeout_s
-        answer = await self._requester.ask(request.request_id, message, what, deadline)
+        answer = await self._requester.ask(request.request_id, message, what, deadline, expected_s)
         wire.raise_if_refused(answer[0])
         return answer
