@@ -1,10 +1,12 @@
 """`slipstream generate` and `slipstream evaluate`, as a person sees them: progress, then what came of it."""
 
+import os
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -13,6 +15,7 @@ from rich.table import Table
 from buffer.experiment import FilesSource, load
 from launch.experiment import model_folder
 from rollout.config import PredictionExperiment, engine_faults
+from rollout.engine import EngineFailed
 
 if TYPE_CHECKING:
     from rollout.offline import Told
@@ -60,7 +63,7 @@ def generate(
     sources, _ = open_sources(FilesSource(kind="files", path=str(source)), experiment.seed, "rl", None)
     check(sources, skip_bad_rows=False)
     rows = PromptRows(sources)
-    with progress("generating") as told:
+    with engine_log(output.with_suffix(".log")) as terminal, progress("generating", terminal) as told:
         offline.generate(experiment, rows, plan, output, told)
     return f"{output}: {len(rows)} rows, {samples} completions each"
 
@@ -69,7 +72,7 @@ def evaluate(experiment: PredictionExperiment, folder: Path, console: Console) -
     """Score the model on the `eval` section's prompts, and show the results."""
     from rollout import offline
 
-    with progress("evaluating") as told:
+    with engine_log(folder / "engine.log") as terminal, progress("evaluating", terminal) as told:
         results = offline.evaluate(experiment, folder, told)
     console.print(table_of(results))
     target = experiment.eval.target if experiment.eval else None
@@ -93,9 +96,36 @@ def table_of(results: dict[str, Any]) -> Table:
 
 
 @contextmanager
-def progress(doing: str) -> Iterator["Told"]:
+def engine_log(path: Path) -> Iterator[TextIO]:
+    """Send what vLLM, its processes and its libraries say to a file: pages of it, on every start.
+
+    Yields:
+        Where standard error went before.
+
+    Raises:
+        EngineFailed: As it came, with the file's name.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    kept = [(sys.stdout, 1, os.dup(1)), (sys.stderr, 2, os.dup(2))]
+    with path.open("ab") as log, os.fdopen(os.dup(2), "w", buffering=1) as terminal:
+        for stream, number, _ in kept:
+            stream.flush()
+            os.dup2(log.fileno(), number)
+        try:
+            yield terminal
+        except EngineFailed as error:
+            raise EngineFailed(f"{error}; its log: {path}") from error
+        finally:
+            for stream, number, before in kept:
+                stream.flush()
+                os.dup2(before, number)
+                os.close(before)
+
+
+@contextmanager
+def progress(doing: str, terminal: TextIO) -> Iterator["Told"]:
     """Show rows done, completions a second and the time left: a bar on a terminal, lines elsewhere."""
-    console = Console(stderr=True)
+    console = Console(file=terminal)
     started = time.monotonic()
     completions, last_line = 0, started
 

@@ -46,6 +46,8 @@ def test_generation_goes_on_where_it_was_interrupted_and_is_the_models_own(make_
 
     again = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=200)
     assert again.returncode == 0, again.stderr
+    assert all(line.startswith("generating: row") for line in again.stderr.splitlines())
+    assert "vllm" in output.with_suffix(".log").read_text(), "pages of it, and not on the terminal"
     assert "600 rows" in again.stdout
     assert output.read_text().startswith(done), "what was written is not made again"
     lines = lines_of(output)
