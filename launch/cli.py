@@ -207,6 +207,55 @@ def plan(
     raise typer.Exit(plan_screen.print_plan(made, Console()))
 
 
+Tried = Annotated[list[int] | None, typer.Option(help="To try; may be given several times.")]
+
+
+@app.command()
+def tune(
+    config: Config,
+    overrides: Overrides = None,
+    run_dir: Annotated[
+        Path | None, typer.Option(help="Of the run to calibrate from; else the file's own run_dir.")
+    ] = None,
+    servers: Tried = None,
+    max_staleness: Tried = None,
+    groups_per_batch: Tried = None,
+    generate_seconds: Annotated[
+        float | None,
+        typer.Option(min=1e-6, help="Of a group alone on a server; with --train-seconds no run."),
+    ] = None,
+    train_seconds: Annotated[
+        float | None, typer.Option(min=0, help="Of a batch of buffer.groups_per_batch.")
+    ] = None,
+    publish_seconds: Annotated[float, typer.Option(min=0, help="To send a version.")] = 0.0,
+    pause_seconds: Annotated[float, typer.Option(min=0, help="Of a server, to load one.")] = 0.0,
+    spread: Annotated[float, typer.Option(min=0, help="Of a group's seconds: σ of their logarithm.")] = 0.5,
+    contention: Annotated[
+        float,
+        typer.Option(min=0, max=1, help="0: groups in hand do not slow each other down; 1: they share."),
+    ] = 0.0,
+) -> None:
+    """Predict throughput, idle time and staleness over max_staleness, servers and batch size."""
+    from rich.console import Console
+
+    from launch import tuning_screen
+    from launch.experiment import read
+
+    if (generate_seconds is None) != (train_seconds is None):
+        raise ValueError("--generate-seconds and --train-seconds: expected both, or neither and a run")
+    experiment = read(config, overrides or [], [])
+    assumed = None
+    if generate_seconds is not None and train_seconds is not None:
+        assumed = tuning_screen.Assumed(
+            generate_seconds, train_seconds, publish_seconds, pause_seconds, spread, contention
+        )
+    folder = run_dir or Path(experiment.run_dir)
+    tried = (servers or [], max_staleness or [], groups_per_batch or [])
+    if min([1, *tried[0], *tried[2]]) < 1 or min([0, *tried[1]]) < 0:
+        raise ValueError("--servers, --groups-per-batch: expected 1 or more; --max-staleness: 0 or more")
+    tuning_screen.tune(experiment, folder, assumed, *tried, Console())
+
+
 @app.command()
 def doctor(config: Annotated[Path | None, typer.Argument(metavar="[CONFIG]")] = None) -> None:
     """What this machine has, and whether it is enough to run here."""

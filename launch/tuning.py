@@ -1,0 +1,220 @@
+"""What `slipstream tune` asks the simulation, and what it makes of the answers.
+
+A run's own metrics say what generation, training and publishing cost; the grid is tried with those costs, and
+the run's own setting first, to be held against what was measured.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Any
+
+from buffer.config import BufferConfig
+from launch.history import History, Record
+from launch.overview import seconds_of
+from launch.simulation import Costs, Outcome, Setting, simulate
+
+STEPS, WARM_UP = 80, 15
+CLOSE = 0.05
+"""A setting this little slower than the fastest is as good, if it needs fewer servers or less staleness."""
+LINES_TO_FIT = 20
+"""Lines of a server with work in hand that the contention is fitted to, at least."""
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """One setting and what it comes to."""
+
+    servers: int
+    max_staleness: int
+    groups_per_batch: int
+    outcome: Outcome
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """Of a run, as an `Outcome` has it."""
+
+    groups_per_second: float
+    learner_idle: float
+    staleness_mean: float
+    staleness_max: float
+    evicted: float
+
+
+def calibrate(history: History) -> Costs:
+    """What a run's generation, training and publishing cost.
+
+    Raises:
+        ValueError: It has too few steps, or no server wrote what it did.
+    """
+    records = steady(history)
+    send, load, pause = (
+        _mean(records, f) for f in ("time/publish", "sync/load_seconds", "sync/pause_seconds")
+    )
+    outside = ("time/wait_batch", "time/wait_loaded", "time/publish")
+    spent = sum(seconds_of(r) - sum(float(r.get(key) or 0) for key in outside) for r in records)
+    lines = [line for of in history.servers.values() for line in of if line.get("running_groups")]
+    if not lines:
+        raise ValueError(f"{history.run_dir}: no server wrote what it had in hand (metrics/rollout-….jsonl)")
+    contention = fit_contention(lines)
+    in_hand = fmean(float(line["running_groups"]) for line in lines)
+    slower = 1 + contention * (in_hand - 1)
+    work = tuple(seconds / slower for seconds in group_seconds(history))
+    groups = sum(float(r["groups"]) for r in records)
+    return Costs(work, contention, spent / groups, send, load, pause)
+
+
+def steady(history: History) -> list[Record]:
+    """Steps after the first, whose time is that of the start.
+
+    Raises:
+        ValueError: There are fewer than two of them.
+    """
+    records = [history.steps[s] for s in sorted(history.steps) if history.steps[s].get("groups")][1:]
+    if len(records) < 2:
+        raise ValueError(
+            f"{history.run_dir}: {len(history.steps)} steps in metrics.jsonl; expected three or more, "
+            "or --generate-seconds and --train-seconds"
+        )
+    return records
+
+
+def group_seconds(history: History) -> list[float]:
+    """From lease to delivery, of every training group; of a run whose servers did not tell, the mean by
+    Little's law: groups in hand over groups a second."""
+    told = [
+        s for lines in history.servers.values() for line in lines for s in line.get("group_seconds") or ()
+    ]
+    if told:
+        return told
+    in_hand = rate = 0.0
+    for lines in history.servers.values():
+        busy = [line for line in lines if line.get("running_groups")]
+        if len(busy) > 1:
+            in_hand += fmean(float(line["running_groups"]) for line in busy)
+            seconds = float(busy[-1]["time"]) - float(busy[0]["time"])
+            rate += (int(busy[-1]["groups"]) - int(busy[0]["groups"])) / max(seconds, 1e-9)
+    if not rate:
+        raise ValueError(f"{history.run_dir}: no server delivered a group")
+    return [in_hand / rate]
+
+
+def fit_contention(lines: Sequence[Record]) -> float:
+    """How much groups in hand slow each other down, of tokens a second against groups in hand n: least
+    squares for n / rate = (1 − c + c · n) / alone. 1 where a run cannot tell: more in hand is then promised
+    nothing.
+    """
+    by_count: dict[int, list[float]] = {}
+    for line in lines:
+        by_count.setdefault(int(line["running_groups"]), []).append(float(line.get("tokens_per_s") or 0))
+    points = [(n, n / fmean(rates), len(rates)) for n, rates in by_count.items() if fmean(rates) > 0]
+    if len(lines) < LINES_TO_FIT or len(points) < 2:
+        return 1.0
+    weight = sum(w for *_, w in points)
+    mean_n = sum(n * w for n, _, w in points) / weight
+    mean_y = sum(y * w for _, y, w in points) / weight
+    slope = sum(w * (n - mean_n) * (y - mean_y) for n, y, w in points) / sum(
+        w * (n - mean_n) ** 2 for n, _, w in points
+    )
+    alone = mean_y + slope * (1 - mean_n)
+    return min(1.0, max(0.0, slope / alone)) if alone > 0 else 1.0
+
+
+def measured(history: History) -> Measured:
+    """What a run came to, over the same steps as `calibrate`."""
+    records = steady(history)
+    seconds = sum(map(seconds_of, records))
+    buffer = history.buffer[-1] if history.buffer else {}
+    return Measured(
+        groups_per_second=sum(float(r["groups"]) for r in records) / seconds,
+        learner_idle=sum(float(r.get("time/wait_batch") or 0) for r in records) / seconds,
+        staleness_mean=_mean(records, "staleness/mean"),
+        staleness_max=max(float(r.get("staleness/max") or 0) for r in records),
+        evicted=float(buffer.get("evicted", 0)) / max(1.0, float(buffer.get("delivered", 0))),
+    )
+
+
+def grid(own: BufferConfig, servers: int) -> tuple[list[int], list[int], list[int]]:
+    """Servers, max_staleness and groups_per_batch around a run's own."""
+    size = own.groups_per_batch
+    return (
+        sorted({max(1, servers // 2), servers, 2 * servers, 4 * servers}),
+        sorted({0, 1, 2, 4, own.max_staleness}),
+        sorted({max(1, size // 2), size, 2 * size}),
+    )
+
+
+def try_all(
+    costs: Costs,
+    own: BufferConfig,
+    max_groups: int,
+    servers: Iterable[int],
+    staleness: Iterable[int],
+    sizes: Iterable[int],
+) -> list[Trial]:
+    """Every combination that a buffer accepts."""
+    return [
+        Trial(n, s, b, simulate(costs, setting, STEPS, WARM_UP))
+        for b in sizes
+        for n in servers
+        for s in staleness
+        if (setting := setting_of(own, n, max_groups, s, b)) is not None
+    ]
+
+
+def setting_of(own: BufferConfig, servers: int, max_groups: int, staleness: int, size: int) -> Setting | None:
+    """None where the buffer refuses it; its capacity is raised as far as needed."""
+    changed = {"max_staleness": staleness, "groups_per_batch": size, "capacity": 1 << 30}
+    try:
+        config = BufferConfig(**{**own.model_dump(), **changed})
+    except ValueError:
+        return None
+    rules = config.rules
+    return Setting(servers, max_groups, rules, max(own.capacity, rules.window + rules.kept))
+
+
+def recommend(trials: Sequence[Trial], size: int) -> tuple[Trial, str]:
+    """Of the trials with that many groups a batch, which learning depends on: the fewest servers, and then
+    the least staleness, that are as fast as any; and why."""
+    of = [t for t in trials if t.groups_per_batch == size]
+    fastest = max(of, key=lambda t: t.outcome.groups_per_second)
+    floor = (1 - CLOSE) * fastest.outcome.groups_per_second
+    close = [t for t in of if t.outcome.groups_per_second >= floor]
+    best = min(close, key=lambda t: (t.servers, t.max_staleness))
+    why = f"the fewest servers, and the lowest max_staleness with those, within {CLOSE:.0%} of the fastest"
+    idle = best.outcome.learner_idle
+    bound = "the learner is the limit" if idle < 0.1 else "generation is the limit"
+    return best, f"{why}; the learner waits {idle:.0%} of its time: {bound}"
+
+
+def row(trial: Trial, group_size: int) -> dict[str, Any]:
+    """For JSON and the table."""
+    made = trial.outcome
+    return {
+        "servers": trial.servers,
+        "max_staleness": trial.max_staleness,
+        "groups_per_batch": trial.groups_per_batch,
+        "samples_per_second": made.groups_per_second * group_size,
+        "learner_idle": made.learner_idle,
+        "server_idle": made.server_idle,
+        "staleness_mean": made.staleness_mean,
+        "staleness_max": made.staleness_max,
+        "evicted": made.evicted,
+    }
+
+
+def beside(found: Measured, told: Outcome, group_size: int) -> list[tuple[str, float, float]]:
+    """Name, measured and predicted, of a run's own setting."""
+    return [
+        ("samples/s", found.groups_per_second * group_size, told.groups_per_second * group_size),
+        ("learner idle", found.learner_idle, told.learner_idle),
+        ("staleness mean", found.staleness_mean, told.staleness_mean),
+        ("staleness max", found.staleness_max, float(told.staleness_max)),
+        ("evicted", found.evicted, told.evicted),
+    ]
+
+
+def _mean(records: Sequence[Record], key: str) -> float:
+    values = [float(r[key]) for r in records if r.get(key) is not None]
+    return fmean(values) if values else 0.0

@@ -1,0 +1,144 @@
+"""Costs out of a run's metrics, and back into the run."""
+
+import json
+
+import pytest
+from rich.console import Console
+
+from buffer.config import BufferConfig
+from launch import tuning, tuning_screen
+from launch.experiment import read
+from launch.history import History
+from launch.simulation import Costs, Outcome, Setting, simulate
+from launch.tuning import Trial, fit_contention, recommend, setting_of, try_all
+
+COSTS = Costs(work=(4.0, 5.0, 5.0, 9.0), contention=0.4, train=0.5, send=0.6, load=0.3, pause=0.2)
+OWN = BufferConfig(groups_per_batch=4, max_staleness=1)
+
+
+def lines_of(costs: Costs, counts) -> list[dict]:
+    """What a server would write, at a hundred tokens a group's second."""
+    return [
+        {"time": float(i), "running_groups": n, "tokens_per_s": 100 * n / (1 + costs.contention * (n - 1))}
+        for i, n in enumerate(counts)
+    ]
+
+
+@pytest.fixture
+def run_dir(tmp_path):
+    """A run whose services cost what COSTS says, as its own setting would have gone."""
+    setting = setting_of(OWN, 1, 8, 1, 4)
+    assert setting is not None
+    made = simulate(COSTS, setting, 200, 20)
+    folder = tmp_path / "run"
+    (folder / "metrics").mkdir(parents=True)
+    seconds = 4 / made.groups_per_second
+    row = {
+        "groups": 4, "samples": 8, "time/step": seconds, "time/wait_batch": made.learner_idle * seconds,
+        "time/publish": COSTS.send, "sync/load_seconds": COSTS.load, "sync/pause_seconds": COSTS.pause,
+        "staleness/mean": made.staleness_mean, "staleness/max": made.staleness_max,
+    }  # fmt: skip
+    steps = [{"step": i, "time": i * seconds, **row} for i in range(1, 31)]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in steps))
+    counts = [6, 8] * 20
+    slower = 1 + COSTS.contention * (7 - 1)
+    lines = [x | {"group_seconds": [w * slower for w in COSTS.work]} for x in lines_of(COSTS, counts)]
+    (folder / "metrics" / "rollout-s.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines))
+    (folder / "metrics" / "buffer.jsonl").write_text(json.dumps({"evicted": 0, "delivered": 120}) + "\n")
+    return folder
+
+
+def test_costs_are_found_again_in_what_a_run_wrote(run_dir):
+    history = History(run_dir)
+    history.refresh()
+    costs = tuning.calibrate(history)
+    assert costs.contention == pytest.approx(0.4, abs=1e-6)
+    assert sorted(set(costs.work)) == pytest.approx([4.0, 5.0, 9.0])
+    assert costs.train == pytest.approx(0.5, rel=0.1), "what waiting for the last load takes is in it"
+    assert (costs.send, costs.load, costs.pause) == pytest.approx((0.6, 0.3, 0.2))
+
+
+def test_contention_is_one_where_a_run_cannot_tell():
+    assert fit_contention(lines_of(COSTS, [3, 3] * 30)) == 1
+    assert fit_contention(lines_of(COSTS, [3, 5])) == 1
+    assert fit_contention(lines_of(COSTS, [1, 2, 4, 9] * 10)) == pytest.approx(0.4)
+
+
+def test_a_run_that_tells_no_durations_is_taken_by_littles_law(run_dir):
+    lines = [{"time": float(t), "running_groups": 6, "tokens_per_s": 9.0, "groups": 3 * t} for t in range(30)]
+    (run_dir / "metrics" / "rollout-s.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines))
+    history = History(run_dir)
+    history.refresh()
+    assert tuning.group_seconds(history) == [pytest.approx(6 / 3)]
+
+
+def test_a_run_too_short_is_one_line(tmp_path):
+    with pytest.raises(ValueError, match="expected three or more, or --generate-seconds"):
+        tuning.calibrate(History(tmp_path))
+
+
+def outcome(rate: float, idle: float = 0.5) -> Outcome:
+    return Outcome(rate, idle, 0.0, 1.0, 1, 0.0, 1.0)
+
+
+def test_the_recommended_setting_is_the_cheapest_of_the_fast():
+    trials = [
+        Trial(1, 0, 4, outcome(1.0)), Trial(1, 2, 4, outcome(1.96)), Trial(1, 4, 4, outcome(1.97)),
+        Trial(2, 1, 4, outcome(2.0, 0.05)), Trial(2, 4, 8, outcome(9.0)),
+    ]  # fmt: skip
+    best, why = recommend(trials, 4)
+    assert best == trials[1]
+    assert "generation is the limit" in why
+    assert recommend([trials[0], trials[3]], 4)[1].endswith("the learner is the limit")
+
+
+def test_settings_that_the_buffer_refuses_are_left_out_and_capacity_follows():
+    own = BufferConfig(groups_per_batch=4, max_staleness=4, policy="uniform", capacity=20)
+    assert setting_of(own, 1, 8, 1, 4) is None
+    assert setting_of(own, 1, 8, 4, 4) == Setting(1, 8, own.rules, 20)
+    wide = setting_of(own, 1, 8, 4, 64)
+    assert wide is not None
+    assert wide.capacity == 3 * 64
+    tried = try_all(COSTS, own, 8, [1], [0, 2], [2])
+    assert [t.max_staleness for t in tried] == [2]
+
+
+def test_the_command_says_how_far_the_prediction_of_the_run_itself_was_off(run_dir, config_file):
+    changes = [
+        "buffer.groups_per_batch=4",
+        "buffer.max_staleness=1",
+        "rollout.max_groups=8",
+        "rollout.group_size=2",
+    ]
+    experiment = read(config_file, changes, [])
+    console = Console(record=True, width=160, file=open("/dev/null", "w"))  # noqa: SIM115
+    folder = tuning_screen.tune(experiment, run_dir, None, [1, 2], [0, 1], [4], console)
+    told = json.loads((folder / "tuning.json").read_text())
+    samples = next(entry for entry in told["own_setting"] if entry["name"] == "samples/s")
+    assert samples["predicted"] == pytest.approx(samples["measured"], rel=0.1)
+    assert [(t["servers"], t["max_staleness"]) for t in told["trials"]] == [(1, 0), (1, 1), (2, 0), (2, 1)]
+    assert told["recommended"]["groups_per_batch"] == 4
+    assert (folder / "tuning.png").read_bytes().startswith(b"\x89PNG")
+    shown = console.export_text()
+    for word in ("measured", "predicted", "error", "recommended: rollout.servers=", "samples/s"):
+        assert word in shown
+
+
+def test_costs_may_be_assumed_without_a_run(tmp_path, config_file):
+    experiment = read(config_file, [], [])
+    assumed = tuning_screen.Assumed(10.0, 4.0, 0.5, 0.5, 0.6, 0.0)
+    costs = assumed.costs(4)
+    assert sum(costs.work) / len(costs.work) == pytest.approx(10)
+    assert costs.train == 1
+    folder = tuning_screen.tune(
+        experiment,
+        tmp_path / "new",
+        assumed,
+        [1],
+        [0, 2],
+        [4],
+        Console(file=open("/dev/null", "w")),  # noqa: SIM115
+    )
+    told = json.loads((folder / "tuning.json").read_text())
+    assert told["own_setting"] == []
+    assert told["trials"][1]["samples_per_second"] > told["trials"][0]["samples_per_second"]
