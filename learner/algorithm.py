@@ -202,6 +202,14 @@ class AlgorithmConfig(Section):
         return self.aggregate or ("sequence" if self.loss == "gspo" else "token")
 
     @property
+    def ignores_age(self) -> bool:
+        """Whether nothing tells another policy's token from one of the policy's own."""
+        of = self.correction
+        if of.kind == "bypass":
+            return self.loss == "reinforce"
+        return self.weight_level == of.mask_level == "none" and not of.veto_below
+
+    @property
     def per_token(self) -> bool:
         """Whether the tokens of one completion differ in their advantage."""
         return self.advantage == "gae" or self.kl.placement == "reward"

@@ -291,11 +291,12 @@ class LearnerExperiment(Experiment):
                 f"line through more than {INTERPOLATED_STALENESS} versions tells nothing of the policies on "
                 "its way; use computed, or fresher tokens"
             )
-        if self.learner.algorithm.loss == "reinforce" and correction.kind == "bypass" and stale:
+        if self.learner.algorithm.ignores_age and stale:
             raise ValueError(
-                "learner.algorithm.loss=reinforce has no ratio to the behavior policy and "
-                f"correction.kind=bypass no weight: tokens up to buffer.max_staleness={stale} versions old "
-                "would be trained as if they were the policy's own; use kind decoupled, or loss cispo"
+                f"learner.algorithm: neither loss {self.learner.algorithm.loss} nor its correction has a "
+                "ratio to the behavior policy in it, so tokens up to "
+                f"buffer.max_staleness={stale} versions old would be trained as the policy's own; "
+                "weigh or mask by ρ, or use loss cispo with kind bypass"
             )
         return self
 

@@ -138,8 +138,19 @@ def test_what_staleness_forbids(refusal):
     learner = {"updates_per_batch": 2, "algorithm": {"correction": {"proximal": "interpolated"}}}
     text = refusal(learner=learner, buffer={"max_staleness": 11})
     assert "correction.proximal=interpolated with buffer.max_staleness=11" in text
-    uncorrected = {"algorithm": {"loss": "reinforce", "correction": {"kind": "bypass"}}}
-    assert "would be trained as if they were the policy's own" in refusal(learner=uncorrected)
+    for uncorrected in (
+        {"loss": "reinforce", "correction": {"kind": "bypass"}},
+        {"correction": {"weight": "none", "mask": "none", "veto": 0}},
+    ):
+        text = refusal(learner={"algorithm": uncorrected})
+        assert "buffer.max_staleness=2 versions old would be trained as the policy's own" in text
+
+
+def test_what_ignores_age_is_fine_for_tokens_without_one(tmp_path):
+    learner = {"algorithm": {"loss": "reinforce", "correction": {"kind": "bypass"}}}
+    sections = {"learner": learner, "buffer": {"max_staleness": 0}}
+    (tmp_path / "c.yaml").write_text(yaml.safe_dump({**BASE, **sections}))
+    assert load(tmp_path / "c.yaml", [], LearnerExperiment).learner.algorithm.ignores_age
 
 
 def test_an_estimated_proximal_policy_saves_a_pass_or_is_refused(tmp_path, refusal):
