@@ -1,13 +1,11 @@
 """Rewards off the event loop, in processes that can be ended.
 
-A reward that hangs, raises, exits, floods its output or eats memory fails the completion it was asked about;
-its process is replaced, and every other completion is scored as if nothing had happened.
+A reward that hangs, raises, exits, forks, floods its output or eats memory fails the completion it was asked
+about; its process is replaced, with all that it started, and every other completion is scored as if nothing
+had happened. That is a guard against mistakes and not a jail: it runs as the server's user.
 """
 
 import asyncio
-import contextlib
-import os
-import signal
 import sys
 from dataclasses import dataclass
 from typing import Any
@@ -16,11 +14,17 @@ import msgpack
 
 from rollout.config import FunctionReward
 from rollout.engine import CompletionFailed
+from rollout.process_tree import kill_tree
 from rollout.reward_worker import HEADER, frame
 
+KINDS = ("ready", "import", "ok", "raised", "memory")
+"""Of what a worker says."""
 START_TIMEOUT_S = 120.0
 """To import the reward function and what it needs."""
 MAX_RESULT_BYTES = 1 << 20
+MAX_PARTS = 64
+MAX_NAME_CHARS = 100
+"""Of a part: it becomes the name of a metric."""
 MAX_REWARD = 1e30
 """A reward beyond this is a mistake, whose square would not fit the sums that it goes into."""
 
@@ -68,14 +72,14 @@ class RewardPool:
         try:
             worker = worker or await self._spawn()
             result = await worker.call({"text": text, "row": row}, self._config.timeout_s)
-            sound = result["kind"] in ("ok", "raised")
+            sound = result["kind"] in ("ok", "raised") and not result.get("worn")
         except TimeoutError:
             raise self._failed("timeout", f"over {self._config.timeout_s:g} s") from None
         except (EOFError, ConnectionError):
             raise self._failed("exit", "the reward ended its process") from None
         except RewardStartError as error:
             raise self._failed("start", str(error)) from None
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, TypeError, OverflowError) as error:
             raise self._failed("invalid", str(error)) from None
         finally:  # also when this call is cancelled: the worker is then in the middle of it
             if worker is not None and not sound:
@@ -86,8 +90,14 @@ class RewardPool:
     def _read(self, result: dict[str, Any]) -> Score:
         """A worker's answer: the part named `reward` is the reward, else it is the sum of the parts."""
         if result["kind"] != "ok":
-            raise self._failed(result["kind"], str(result.get("detail")))
-        parts: dict[str, float] = result["parts"]
+            raise self._failed(result["kind"], str(result.get("detail"))[:1000])
+        parts: Any = result.get("parts")
+        if not isinstance(parts, dict) or len(parts) > MAX_PARTS:
+            raise self._failed("invalid", f"expected at most {MAX_PARTS} named numbers")
+        for name, number in parts.items():
+            if not isinstance(name, str) or len(name) > MAX_NAME_CHARS or not isinstance(number, float):
+                told = f"expected numbers with names of at most {MAX_NAME_CHARS} characters"
+                raise self._failed("invalid", told)
         reward = parts["reward"] if "reward" in parts else sum(parts.values())
         if not all(abs(number) <= MAX_REWARD for number in (reward, *parts.values())):  # nan is none of them
             raise self._failed("nonfinite", f"{parts}; expected numbers of at most {MAX_REWARD:g}")
@@ -119,6 +129,7 @@ class RewardStartError(ValueError):
 class _Worker:
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self.process = process
+        self._calls = 0
 
     @classmethod
     async def spawn(cls, config: FunctionReward, key: str) -> "_Worker":
@@ -137,33 +148,49 @@ class _Worker:
         worker, first = cls(process), {}
         try:
             first = await asyncio.wait_for(worker._receive(), START_TIMEOUT_S)
-        except (TimeoutError, EOFError):
+        except (TimeoutError, EOFError, ValueError):
             first = {"kind": "import", "detail": "its process did not come up"}
         finally:
             if first.get("kind") != "ready":
                 worker.kill()
         if first["kind"] != "ready":
             raise RewardStartError(
-                f"{key}.function={config.function}: {first['detail']}; "
+                f"{key}.function={config.function}: {first.get('detail')}; "
                 "expected an importable package.module:function"
             )
         return worker
 
     async def call(self, message: dict[str, Any], timeout_s: float) -> dict[str, Any]:
+        """
+        Raises:
+            TimeoutError: No answer in time.
+            EOFError, ConnectionError: The process is gone.
+            ValueError: The answer is none, or one to a call that was not made.
+        """
         assert self.process.stdin is not None
-        self.process.stdin.write(frame(message))
+        self._calls += 1
+        self.process.stdin.write(frame({**message, "number": self._calls}))
         async with asyncio.timeout(timeout_s):
             await self.process.stdin.drain()
-            return await self._receive()
+            # An earlier call's answer is a second one, of a reward that wrote where results are written.
+            while (number := (result := await self._receive()).get("number")) != self._calls:
+                if not isinstance(number, int) or number > self._calls:
+                    raise ValueError("an answer to no call")
+        return result
 
     def kill(self) -> None:
-        """End the process and all of its session at once."""
-        with contextlib.suppress(ProcessLookupError):  # all of it ended by itself
-            os.killpg(self.process.pid, signal.SIGKILL)
+        """End the process and all that it started at once."""
+        kill_tree(self.process.pid)
 
     async def _receive(self) -> dict[str, Any]:
         assert self.process.stdout is not None
         (size,) = HEADER.unpack(await self.process.stdout.readexactly(HEADER.size))
         if size > MAX_RESULT_BYTES:
-            raise ValueError(f"a result of {size} bytes")
-        return msgpack.unpackb(await self.process.stdout.readexactly(size))
+            raise ValueError(f"a result of {size} bytes, at most {MAX_RESULT_BYTES}")
+        try:
+            result: Any = msgpack.unpackb(await self.process.stdout.readexactly(size))
+        except (ValueError, msgpack.UnpackException) as error:
+            raise ValueError(f"a result that is not msgpack: {error}") from None
+        if not isinstance(result, dict) or result.get("kind") not in KINDS:
+            raise ValueError("a result of no known kind")
+        return result

@@ -18,14 +18,20 @@ from typing import Any, BinaryIO
 import msgpack
 
 from buffer.dotted import resolve
+from rollout.process_tree import zombies
 
 HEADER = struct.Struct(">I")
 PR_SET_PDEATHSIG = 1
+PR_SET_CHILD_SUBREAPER = 36
+LOOK_AT_ZOMBIES = 128
+"""Calls between two looks whether so many are left behind that another process should take over."""
 
 
 def main(path: str, memory_bytes: int) -> None:
     # A server killed with -9 closes no reward that hangs: the kernel ends this process with it.
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    # What the reward starts and leaves alone comes back to this process, and is ended with it.
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the server's to handle
     calls, results = _private_pipes()
     try:
@@ -36,9 +42,19 @@ def main(path: str, memory_bytes: int) -> None:
     # After the imports: what they map is not the reward's doing.
     mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (mapped + memory_bytes, mapped + memory_bytes))
+    # A reward that crashes is to be expected, and its memory is of no use to anybody. Files have no limit:
+    # the server's own log, to which rewards print, is one of them.
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     _write(results, {"kind": "ready"})
+    me = os.getpid()
     while (call := _read(calls)) is not None:
-        _write(results, score(function, call["text"], call["row"]))
+        number = call["number"]
+        result = score(function, call["text"], call["row"])
+        if os.getpid() != me:
+            os._exit(0)  # a copy that the reward forked and let return; the one answer is the original's
+        # What it adopted and has ended stays a zombie: to ask for all would take their own from the reward.
+        worn = number % LOOK_AT_ZOMBIES == 0 and zombies(me) > LOOK_AT_ZOMBIES // 2
+        _write(results, {**result, "number": number, "worn": worn})
 
 
 def score(function: Callable[[str, dict[str, Any]], Any], text: str, row: dict[str, Any]) -> dict[str, Any]:
@@ -50,7 +66,16 @@ def score(function: Callable[[str, dict[str, Any]], Any], text: str, row: dict[s
     except MemoryError:
         return {"kind": "memory", "detail": "out of the memory that its memory_mib allows"}
     except Exception as error:  # noqa: BLE001  a user's function may raise anything; it costs this completion
-        return {"kind": "raised", "detail": f"{type(error).__name__}: {error}"[:500] + _place(error)}
+        return {"kind": "raised", "detail": _told(error) + _place(error)}
+
+
+def _told(error: Exception) -> str:
+    """Its type and text, as far as both can be had and sent."""
+    try:
+        text = f"{type(error).__name__}: {error}"
+    except Exception:  # noqa: BLE001  nor need its text come without another
+        text = type(error).__name__
+    return text[:500].encode(errors="replace").decode()
 
 
 def _place(error: Exception) -> str:

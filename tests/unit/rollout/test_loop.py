@@ -4,6 +4,7 @@ import asyncio
 import json
 import logging
 from contextlib import suppress
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,12 +12,14 @@ import pytest
 from buffer.config import BufferConfig
 from buffer.memory import MemoryBuffer
 from buffer.rendering import PromptRefused
+from rollout.config import FunctionReward
 from rollout.engine import CompletionFailed, EngineFailed
 from rollout.groups import GroupRunner, SamplingPlan
 from rollout.loop import RolloutLoop
 from rollout.metrics import Meters
+from rollout.reward_pool import RewardPool
 from rollout.scripted import ScriptedEngine, plain_completion
-from rollout.total_reward import Total
+from rollout.total_reward import FunctionSource, Total, TotalReward
 
 ROWS = [{"prompt": f"p{i}", "answer": str(i)} for i in range(4)]
 PLANS = {"train": SamplingPlan(3, 1.0, 8), "eval": SamplingPlan(2, 0.25, 5)}
@@ -126,12 +129,12 @@ def test_a_group_holds_what_the_engine_sampled_and_what_it_earned():
 def test_requests_carry_the_plan_and_the_version_at_dispatch():
     async def go():
         engine = ScriptedEngine(plain_completion)
-        async with Bench(engine, weights=Weights(5)) as bench:
+        async with Bench(engine, weights=Weights(1)) as bench:
             await first_batch(bench)
         return engine.requests
 
     requests = asyncio.run(go())
-    assert {(r.temperature, r.max_tokens, r.version) for r in requests} == {(1.0, 8, 5)}
+    assert {(r.temperature, r.max_tokens, r.version) for r in requests} == {(1.0, 8, 1)}
     assert len({r.request_id for r in requests}) == len(requests)
 
 
@@ -419,3 +422,35 @@ def test_the_main_loop_fits_a_screen():
 @pytest.fixture(autouse=True)
 def _quiet(caplog):
     caplog.set_level(logging.CRITICAL)
+
+
+def test_rewards_that_misbehave_cost_their_own_groups_and_the_run_goes_on(monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
+    faults = {
+        "fail": "raised", "hang": "timeout", "fork_on": "timeout", "eat": "memory", "hard_exit": "exit",
+        "close_everything": "exit", "endless": "invalid",
+    }  # fmt: skip
+    texts = [*faults, "shout", "good", "close_output"]
+    rows = [{"prompt": f"p{i}"} for i in range(len(texts))]
+    config = FunctionReward(function="faulty_rewards:by_text", timeout_s=2.0, workers=2, memory_mib=512)
+
+    async def go():
+        pool = RewardPool(config, "rollout.rewards.made")
+        await pool.start()
+        rewards = TotalReward({"made": (1.0, FunctionSource(pool))})
+        engine = ScriptedEngine(lambda r: plain_completion(r, text=texts[r.prompt_ids[1]]))
+        try:
+            async with Bench(engine, rows, rewards=rewards, config={"groups_per_batch": 3}) as bench:
+                while set(bench.meters.failures) < {f"reward_{kind}" for kind in faults.values()}:
+                    assert not bench.task.done(), bench.task.result()
+                    await asyncio.sleep(0.05)
+                batch = await bench.buffer.batch(0, 0, 1, timeout_s=60)
+                return batch, await bench.buffer.status()
+        finally:
+            await pool.close()
+
+    batch, status = asyncio.run(asyncio.wait_for(go(), 150))
+    assert batch is not None
+    assert sorted(g.prompt_id for g in batch.groups) == ["0/7", "0/8", "0/9"], "those that scored"
+    assert {t.reward for g in batch.groups for t in g.trajectories} == {0.25, 1.0, 0.125}
+    assert set(status["failed"]) >= {f"reward_{kind}" for kind in faults.values()}

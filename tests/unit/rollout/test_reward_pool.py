@@ -60,6 +60,16 @@ def test_a_number_and_named_parts():
         ("nan", "reward_nonfinite"),
         ("part_inf", "reward_nonfinite"),
         ("huge", "reward_nonfinite"),
+        ("huge_integer", "reward_raised"),
+        ("unspeakable", "reward_raised"),
+        ("half_characters", "reward_raised"),
+        ("crash", "reward_exit"),
+        ("interrupt", "reward_exit"),
+        ("close_everything", "reward_exit"),
+        ("fork_on", "reward_timeout"),
+        ("many_parts", "reward_invalid"),
+        ("long_name", "reward_invalid"),
+        ("endless", "reward_invalid"),
     ],
 )
 def test_a_fault_is_named_and_the_next_completion_is_scored(text, kind):
@@ -105,12 +115,88 @@ def alive(pid):
         return False
 
 
-def test_a_reward_that_prints_or_reads_disturbs_nothing():
-    async def go():
-        async with pool_of() as pool:
-            return [(await pool.score(text, {})).reward for text in ("shout", "read_input", "good")]
+@pytest.mark.parametrize("sleep_s", [300, 0])
+def test_what_a_reward_forked_off_ends_with_its_process(tmp_path, sleep_s):
+    """Also in a session of its own, by a parent that is gone; whether the reward hung, or answered."""
+    pid_file = tmp_path / "pid"
 
-    assert asyncio.run(go()) == [0.25, 0.5, 1.0]
+    async def go():
+        async with pool_of(timeout_s=2.0) as pool:
+            row = {"pid_file": str(pid_file), "sleep_s": sleep_s}
+            try:
+                return (await pool.score("fork_and_flee", row)).reward
+            except CompletionFailed as failed:
+                return failed.kind
+
+    assert asyncio.run(go()) == ("reward_timeout" if sleep_s else 1.0)
+    deadline = time.monotonic() + 20
+    while alive(pid_file.read_text()):
+        assert time.monotonic() < deadline, "the grandchild outlived the pool"
+        time.sleep(0.05)
+
+
+def test_a_reward_that_forks_and_returns_twice_answers_once():
+    async def go():
+        async with pool_of(timeout_s=30.0) as pool:
+            texts = ("fork_twins", "good", "parts", "fork_twins")
+            return [(await pool.score(text, {})).reward for text in texts]
+
+    assert asyncio.run(go()) == [2.0, 1.0, 1.5, 2.0]
+
+
+def test_a_process_that_zombies_pile_up_in_is_replaced_and_no_completion_fails():
+    async def go():
+        async with pool_of(timeout_s=30.0) as pool:
+            return [(await pool.score("leave_a_zombie", {})).reward for _ in range(130)]
+
+    pids = asyncio.run(go())
+    assert len(set(pids)) == 2
+    assert len(set(pids[:128])) == 1
+
+
+@pytest.mark.parametrize(
+    "result",
+    [
+        {"kind": "ok", "parts": {"reward": 99.0}},
+        {"kind": "ok", "parts": {"reward": 99.0}, "number": 2},
+        {"kind": "ok", "parts": [1], "number": 1},
+        {"kind": "ok", "parts": {"reward": "x"}, "number": 1},
+        {"kind": "ok", "number": 1},
+        {"kind": ["ok"], "number": 1},
+        {"kind": "odd", "number": 1},
+        ["ok"],
+        7,
+    ],
+    ids=str,
+)
+def test_results_that_a_reward_forges_fail_its_own_completion(result):
+    async def go():
+        async with pool_of(timeout_s=30.0) as pool:
+            with pytest.raises(CompletionFailed) as failed:
+                await pool.score("forge", {"result": result})
+            return failed.value.kind, (await pool.score("good", {})).reward
+
+    assert asyncio.run(go()) == ("reward_invalid", 1.0)
+
+
+def test_a_second_answer_is_not_taken_for_the_next_calls():
+    forged = {"kind": "ok", "parts": {"reward": 0.5}, "number": 1}
+
+    async def go():
+        async with pool_of(timeout_s=30.0) as pool:
+            first = await pool.score("forge", {"result": forged})
+            return [first.reward] + [(await pool.score(text, {})).reward for text in ("parts", "good")]
+
+    assert asyncio.run(go()) == [0.5, 1.5, 1.0], "what it says of its own completion is its business"
+
+
+def test_a_reward_that_prints_reads_or_closes_disturbs_nothing():
+    async def go():
+        async with pool_of(timeout_s=30.0) as pool:
+            texts = ("shout", "read_input", "close_output", "good")
+            return [(await pool.score(text, {})).reward for text in texts]
+
+    assert asyncio.run(go()) == [0.25, 0.5, 0.125, 1.0]
 
 
 def test_one_hanging_reward_does_not_hold_up_the_others():
