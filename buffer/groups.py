@@ -37,6 +37,7 @@ class Delivery:
     arrays: Frame
     oldest_version: int
     """Oldest version among the group's trained tokens."""
+    newest_version: int
     trained_tokens: int
 
 
@@ -135,8 +136,9 @@ def decode_delivery(meta: Frame, arrays: Frame) -> Delivery:
         choice(fields, "kind", ("train", "eval")),
         tuple(trajectories),
     )
-    oldest = int(tokens.run_labels[sampled].min()) - 1
-    return Delivery(group, meta, arrays, oldest, int(tokens.run_lengths[sampled].sum()))
+    versions_ = tokens.run_labels[sampled] - 1
+    trained = int(tokens.run_lengths[sampled].sum(dtype=np.int64))
+    return Delivery(group, meta, arrays, int(versions_.min()), int(versions_.max()), trained)
 
 
 @dataclass(frozen=True, slots=True)

@@ -160,8 +160,8 @@ class Store:
         told so at its next renewal.
 
         Raises:
-            BadMessage: The group is not of the prompt that its lease lent, or the user's priority fails on
-                it.
+            BadMessage: The group is not of the prompt that its lease lent, or of a version still to come, or the
+                user's priority fails on it.
         """
         group = delivery.group
         prompt = self.database.run(
@@ -170,6 +170,12 @@ class Store:
         if prompt is None:
             self.database.count("orphans")
             return False
+        # A server has the next version before all have it, and the learner tells us; none has the one after.
+        next_version = self.database.fact("published", -1) + 1
+        if delivery.newest_version > next_version:
+            raise BadMessage(
+                f"versions: {delivery.newest_version}, and a server has {next_version} at the newest"
+            )
         kind, state, turn = prompt
         if kind != group.kind:
             raise BadMessage(

@@ -199,14 +199,26 @@ def test_fifo_trains_a_straggler_next(bench, group):
     assert straggler.prompt.prompt_id in b.prompts_of(1)
 
 
+def test_a_token_of_a_version_that_cannot_be_yet_is_refused(bench, group):
+    """It would never be too old. A server may have the next version before the learner tells of it."""
+    b = bench(rows=8)
+    b.do(lambda s: s.published(3))
+    early, next_, *_ = b.lease(2)
+    with pytest.raises(BadMessage, match="versions: 5, and a server has 4"):
+        b.deliver(group(early, versions=(3, 5)))
+    assert b.deliver(group(next_, versions=(3, 4)))
+    assert b.deliver(group(early)), "the lease is still its own"
+
+
 def test_freshest_takes_the_newest_versions(bench, group):
     b = bench(rows=40, policy="freshest", max_staleness=5)
     b.do(lambda s: s.published(0))
     leases = b.lease(4)
+    b.do(lambda s: s.published(1))
     for lease, version in zip(leases, (0, 2, 1, 2), strict=True):
         b.deliver(group(lease, versions=(version,)))
-    b.batch(0)
-    assert b.prompts_of(0) == [leases[1].prompt.prompt_id, leases[3].prompt.prompt_id]
+    b.batch(1)
+    assert b.prompts_of(1) == [leases[1].prompt.prompt_id, leases[3].prompt.prompt_id]
 
 
 def test_groups_without_contrast_are_dropped_counted_and_refilled(bench, group):
