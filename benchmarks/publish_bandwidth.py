@@ -41,7 +41,7 @@ SPAWN = multiprocessing.get_context("spawn")
 
 
 def _seat(port: int, rank: int) -> Seat:
-    return Seat("127.0.0.1", port, 1, rank, 2, "gloo", 600)
+    return Seat("127.0.0.1", port, 1, "nonce", rank, 2, "gloo", 600)
 
 
 def learn(address: str, model: str, commands: Connection) -> None:

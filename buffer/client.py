@@ -16,6 +16,7 @@ from buffer.errors import BatchForgotten as BatchForgotten
 from buffer.errors import DataExhausted as DataExhausted
 from buffer.errors import RunFinished as RunFinished
 from buffer.fields import flag, integer, mapping, texts
+from buffer.keys import ClientKeys
 from buffer.records import Batch, Group, Lease
 from buffer.requester import Answer, Requester, new_id
 from buffer.wire import Request
@@ -66,8 +67,9 @@ class BufferClient:
         run_id: str,
         name: str,
         deadline_s: float = 600.0,
+        keys: ClientKeys | None = None,
     ) -> None:
-        self._requester = Requester("buffer", address, wire.decode_reply, logger)
+        self._requester = Requester("buffer", address, wire.decode_reply, logger, keys)
         self._role = role
         self._run_id = run_id
         self._name = name
@@ -218,6 +220,8 @@ class BufferClient:
 
 
 def _batch(reply: dict[str, Any], frames: list[memoryview]) -> Batch:
+    if len(frames) % 2:
+        raise BadMessage(f"frames: expected meta and arrays of each group, got {len(frames)} frames")
     taken = tuple(
         groups.decode_group(meta, arrays) for meta, arrays in zip(frames[::2], frames[1::2], strict=True)
     )

@@ -5,13 +5,13 @@ from typing import Annotated, Self
 from pydantic import AfterValidator, Field, model_validator
 
 from buffer.dotted import named
-from buffer.experiment import DataConfig, EvalConfig, Experiment, LoggingConfig, Section
+from buffer.experiment import DataConfig, EvalConfig, Experiment, LoggingConfig, Section, SecurityConfig
 from buffer.staleness import Policy, Rules
 
 
 class BufferConfig(Section):
     address: str = "tcp://127.0.0.1:5701"
-    """Where the buffer listens; off loopback only with keys."""
+    """Where the buffer listens; beyond loopback only with security.keys."""
     groups_per_batch: int = Field(default=8, ge=1)
     """Groups the learner trains on per policy version."""
     max_staleness: int = Field(default=2, ge=0)
@@ -69,4 +69,5 @@ class BufferExperiment(Experiment):
     data: DataConfig
     buffer: BufferConfig = BufferConfig()
     eval: EvalConfig | None = None
+    security: SecurityConfig = SecurityConfig()
     logging: LoggingConfig = LoggingConfig()

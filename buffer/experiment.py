@@ -21,7 +21,7 @@ from buffer.processor import native_dtype
 
 SECTIONS = (
     "name", "run_dir", "seed", "model", "data", "stage", "rollout", "buffer", "learner", "sync", "eval",
-    "logging",
+    "security", "logging",
 )  # fmt: skip
 """Every top-level key an experiment file may have, whoever reads it."""
 
@@ -140,6 +140,12 @@ class EvalConfig(Section):
     """Mean score the last evaluation should reach; the summary says whether it did."""
 
 
+class SecurityConfig(Section):
+    keys: str | None = Field(default=None, min_length=1)
+    """Folder of `slipstream keys`, or what this host needs of it. null leaves every service on loopback,
+    where nobody is asked who he is."""
+
+
 class LoggingConfig(Section):
     tensorboard: bool = True
     samples_every: int = Field(default=10, ge=1)
@@ -194,7 +200,11 @@ def _merge(path: Path, overrides: list[str]) -> dict[str, Any]:
     except FileNotFoundError as error:
         missing = "" if Path(error.filename) == path else f"base: {error.filename}: "
         raise ConfigError(f"{path}: {missing}no such file") from None
-    except (yaml.YAMLError, OmegaConfBaseException, UnicodeDecodeError) as error:
+    except RecursionError:
+        raise ConfigError(f"{path}: nested too deeply") from None
+    except ConfigError:
+        raise
+    except (yaml.YAMLError, OmegaConfBaseException, ValueError, OSError) as error:
         raise ConfigError(f"{path}: {' '.join(str(error).split())}") from None
     if not isinstance(resolved, dict):
         raise ConfigError(f"{path}: expected a mapping of sections, found {type(resolved).__name__}")

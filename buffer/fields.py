@@ -98,7 +98,10 @@ def pack(value: dict[str, Any]) -> bytes:
         raise BadMessage(f"header: only plain values can be sent: {error}") from None
 
 
-def unpack(frame: bytes | bytearray | memoryview, where: str) -> dict[str, Any]:
+def unpack(frame: bytes | bytearray | memoryview, where: str, longest: int | None = None) -> dict[str, Any]:
+    """A mapping of msgpack, of at most `longest` bytes."""
+    if longest is not None and memoryview(frame).nbytes > longest:
+        raise BadMessage(f"{where}: {memoryview(frame).nbytes} bytes, at most {longest}")
     try:
         value: Any = msgpack.unpackb(frame)
     except (ValueError, TypeError, OverflowError, msgpack.UnpackException) as error:

@@ -17,12 +17,20 @@ from zmq.utils.monitor import recv_monitor_message
 
 from buffer.errors import Refusal, Unreachable
 from buffer.groups import Frame
+from buffer.keys import ClientKeys
 
 logger = logging.getLogger(__name__)
 
 RESEND_S = 5.0
 """Unanswered for this long, a request is sent again; each further time twice as long."""
 LONGEST_RESEND_S = 30.0
+
+HANDSHAKES = (
+    zmq.EVENT_HANDSHAKE_SUCCEEDED
+    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+)
 
 Answer = tuple[dict[str, Any], list[memoryview]]
 """A reply's fields and the raw frames behind it."""
@@ -46,6 +54,7 @@ class Requester:
         decode: The request's id and the reply's fields, from a reply's header; raises `Refusal` when not even
             the id can be trusted.
         logger: Of the caller, in whose name waiting is told.
+        keys: Shown to the other side, and those by which it is known; None where it needs none.
     """
 
     def __init__(
@@ -54,8 +63,10 @@ class Requester:
         address: str,
         decode: Callable[[Frame], tuple[str, dict[str, Any]]],
         logger: logging.Logger = logger,
+        keys: ClientKeys | None = None,
     ) -> None:
         self._address = address
+        self._keys = keys
         self.heard = time.monotonic()
         """When the last answer came."""
         self._peer = f"{peer} at {address}"
@@ -63,8 +74,14 @@ class Requester:
         self._logger = logger
         self._pending: dict[str, _Pending] = {}
         self._told = -math.inf
+        self._turned_away = False
+        """Whether the last handshake failed, as it does when keys do not match."""
 
     async def __aenter__(self) -> Self:
+        """
+        Raises:
+            ValueError: The address is none that can be connected to.
+        """
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.RECONNECT_IVL, 100)
@@ -72,10 +89,16 @@ class Requester:
         self._socket.setsockopt(zmq.HEARTBEAT_IVL, 5000)
         self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 20000)
         self._socket.setsockopt(zmq.IPV6, 1)
-        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
-        self._socket.connect(self._address)
+        if self._keys is not None:
+            self._keys.show(self._socket)
+        self._monitor = self._socket.get_monitor_socket(HANDSHAKES)
+        try:
+            self._socket.connect(self._address)
+        except zmq.ZMQError as error:
+            self._close()
+            raise ValueError(f"{self._peer}: cannot be connected to: {error}") from None
         self.heard = time.monotonic()
-        self._tasks = [asyncio.create_task(self._receive()), asyncio.create_task(self._resend_on_reconnect())]
+        self._tasks = [asyncio.create_task(self._receive()), asyncio.create_task(self._follow_handshakes())]
         return self
 
     async def __aexit__(
@@ -86,6 +109,9 @@ class Requester:
         for task in self._tasks:
             with suppress(asyncio.CancelledError):
                 await task
+        self._close()
+
+    def _close(self) -> None:
         self._socket.disable_monitor()
         self._monitor.close(linger=0)
         self._socket.close(linger=0)
@@ -123,7 +149,8 @@ class Requester:
                     return pending.answer.result()
                 waited = time.monotonic() - started
                 if left <= pause:
-                    raise Unreachable(f"{self._peer}: no answer to {what} within {waited:.0f} s")
+                    told = f"no answer to {what} within {waited:.0f} s{self._suspicion()}"
+                    raise Unreachable(f"{self._peer}: {told}")
                 self._tell(what, waited)
                 pause = min(2 * pause, LONGEST_RESEND_S)
         finally:
@@ -134,7 +161,13 @@ class Requester:
         now = time.monotonic()
         if now - self._told >= RESEND_S / 2:
             self._told = now
-            self._logger.warning("waiting for %s (%s, %.0f s)", self._peer, what, waited_s)
+            told = f"({what}, {waited_s:.0f} s){self._suspicion()}"
+            self._logger.warning("waiting for %s %s", self._peer, told)
+
+    def _suspicion(self) -> str:
+        if not self._turned_away:
+            return ""
+        return "; it ends every handshake: the keys of the two sides (security.keys) may not match"
 
     async def _answered(self, pending: _Pending, wait_s: float) -> bool:
         """Send once, and wait; while nobody takes what is sent, that may wait too."""
@@ -165,15 +198,21 @@ class Requester:
             if pending is not None and not pending.answer.done():
                 pending.answer.set_result((reply, [f.buffer for f in frames[1:]]))
 
-    async def _resend_on_reconnect(self) -> None:
-        """Waits for handshakes; after each but the first, whatever was under way may be lost and is sent
-        again."""
-        await recv_monitor_message(self._monitor)
+    async def _follow_handshakes(self) -> None:
+        """Waits for handshakes; after each that succeeds but the first, whatever was under way may be lost
+        and is sent again."""
+        before = False
         while True:
-            await recv_monitor_message(self._monitor)
-            self._logger.info("connected to %s again, %d requests repeated", self._peer, len(self._pending))
-            for pending in list(self._pending.values()):
-                await self._send(pending)
+            event = await recv_monitor_message(self._monitor)
+            self._turned_away = event["event"] != zmq.EVENT_HANDSHAKE_SUCCEEDED
+            if self._turned_away:
+                continue
+            if before:
+                count = len(self._pending)
+                self._logger.info("connected to %s again, %d requests repeated", self._peer, count)
+                for pending in list(self._pending.values()):
+                    await self._send(pending)
+            before = True
 
 
 def new_id() -> str:

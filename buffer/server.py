@@ -14,14 +14,14 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import zmq
-import zmq.asyncio
 
 from buffer import assembly, groups, wire
 from buffer.commits import Change, Commits, happens
 from buffer.config import BufferConfig
 from buffer.database import read_only
 from buffer.errors import BadMessage, Refusal, RunFinished
-from buffer.router import listen
+from buffer.keys import ServerKeys
+from buffer.router import Router
 from buffer.store import Store
 from buffer.wire import Request
 
@@ -78,12 +78,14 @@ class Peers:
 class BufferServer:
     """Serves `store` on `config.address` while `run` runs."""
 
-    def __init__(self, store: Store, path: Path, run_id: str, config: BufferConfig) -> None:
+    def __init__(
+        self, store: Store, path: Path, run_id: str, config: BufferConfig, keys: ServerKeys | None = None
+    ) -> None:
         """Binds. `path` is the store's file, read by a second connection.
 
         Raises:
             AddressTaken: Somebody else listens there.
-            ValueError: The address reaches beyond this machine.
+            ValueError: The address reaches beyond this machine, and there are no keys.
         """
         self.traffic = Traffic()
         self.peers = Peers()
@@ -91,14 +93,7 @@ class BufferServer:
         self._config = config
         self._commits = Commits(store)
         self._over_since: float | None = None
-        self._context = zmq.asyncio.Context()
-        try:
-            self._socket = listen(
-                self._context, "buffer.address", config.address, config.max_message_mib << 20
-            )
-        except ValueError:
-            self._context.term()
-            raise
+        self._router = Router("buffer.address", config.address, config.max_message_mib << 20, keys)
         self._connection = read_only(path)
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="reader")
         self._checker = ThreadPoolExecutor(1, thread_name_prefix="checker")
@@ -108,8 +103,9 @@ class BufferServer:
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._commits.run())
             tasks.create_task(self._tick())
+            tasks.create_task(self._router.admit())
             while True:
-                frames = await self._socket.recv_multipart(copy=False)
+                frames = await self._router.socket.recv_multipart(copy=False)
                 tasks.create_task(self._serve(frames))
 
     def close(self) -> None:
@@ -117,8 +113,7 @@ class BufferServer:
         self._reader.shutdown()
         self._checker.shutdown()
         self._connection.close()
-        self._socket.close(linger=500)
-        self._context.term()
+        self._router.close()
 
     async def status(self) -> dict[str, Any]:
         """The store's numbers and the socket's."""
@@ -155,7 +150,7 @@ class BufferServer:
         self.traffic.requests += 1
         header = payload[0] if payload else b""
         try:
-            request = wire.decode_request(header, self._run_id)
+            request = wire.decode_request(header, self._run_id, self._router.role(frames[-1]))
             fields, out = await self._answer(request, payload[1:])
             reply = wire.encode_reply(request.request_id, fields)
         except Refusal as refusal:
@@ -164,7 +159,7 @@ class BufferServer:
                 logger.warning("bad message: %s", refusal)
             reply, out = wire.encode_refusal(wire.request_id_of(header), refusal), []
         self.traffic.bytes_out += sum(map(len, out))
-        await self._socket.send_multipart([identity.bytes, reply, *out], copy=not out)
+        await self._router.socket.send_multipart([identity.bytes, reply, *out], copy=not out)
 
     async def _answer(self, request: Request, frames: list[memoryview]) -> Answer:
         self.peers.note(request)

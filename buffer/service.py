@@ -16,6 +16,7 @@ from buffer.commits import happens
 from buffer.config import BufferExperiment
 from buffer.database import RunLock
 from buffer.errors import DiskFailed
+from buffer.keys import server_keys
 from buffer.prompts import EVAL_SEED, load_rows, open_prompts
 from buffer.server import BufferServer
 from buffer.store import Sources, Store
@@ -53,8 +54,9 @@ def run(experiment: BufferExperiment) -> None:
 async def _serve(experiment: BufferExperiment, run_dir: Path) -> None:
     """Consumes requests (in the server's tasks); waits for the next report; unblocked by time or a signal."""
     stop = _stop_on_signals()
+    keys = server_keys(experiment.security.keys, "buffer")
     store = Store(run_dir, experiment.name, experiment.buffer, _sources(experiment), time.monotonic)
-    server = BufferServer(store, run_dir / "buffer.sqlite", experiment.name, experiment.buffer)
+    server = BufferServer(store, run_dir / "buffer.sqlite", experiment.name, experiment.buffer, keys)
     logger.info(
         "buffer of %s at %s, %d prompts; waiting for the learner and for rollout servers",
         experiment.name,

@@ -160,8 +160,8 @@ class Store:
         told so at its next renewal.
 
         Raises:
-            BadMessage: The group is not of the prompt that its lease lent, or of a version still to come, or the
-                user's priority fails on it.
+            BadMessage: The group is not of the prompt that its lease lent, or of a version still to come, or
+                the user's priority fails on it.
         """
         group = delivery.group
         prompt = self.database.run(

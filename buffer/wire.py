@@ -19,11 +19,20 @@ from buffer.records import Lease, Prompt
 SCHEMA = 1
 """Raised by one whenever the bytes change their meaning; a peer with another number is refused."""
 LONGEST_WAIT_S = 60.0
+MAX_HEADER_BYTES = 4 << 20
+"""Of a request: far more than its fields need, and little enough that a header of nothing but empty mappings,
+64 times as large in memory, harms nobody."""
 
 ROLES = ("rollout", "learner", "observer")
 ROLLOUT_VERBS = ("hello", "status", "lease", "renew", "deliver", "give_up")
 LEARNER_VERBS = ("hello", "status", "batch", "published", "committed", "finished")
 VERBS = {"rollout": ROLLOUT_VERBS, "learner": LEARNER_VERBS, "observer": ("hello", "status")}
+ROLES_OF_KEY = {
+    "rollout": ("rollout", "observer"),
+    "learner": ("learner", "observer"),
+    "scorer": ("observer",),
+}
+"""As what a client may come, by the role that its key is of."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,19 +65,24 @@ def encode_request(request: Request) -> bytes:
 def request_id_of(frame: Frame) -> str:
     """The id of a request that may be broken in any other way; empty when it cannot be told."""
     try:
-        return text(unpack(frame, "header"), "id", 64)
+        return text(unpack(frame, "header", MAX_HEADER_BYTES), "id", 64)
     except BadMessage:
         return ""
 
 
-def decode_request(frame: Frame, run_id: str) -> Request:
+def decode_request(frame: Frame, run_id: str, key: str | None = None) -> Request:
     """Check a request's header.
+
+    Args:
+        frame: The header.
+        run_id: The run that is served.
+        key: The role that the sender's key is of; None where nobody needs one.
 
     Raises:
         WrongRun: Another schema, or another run.
         BadMessage: Any other fault, naming the field.
     """
-    header = unpack(frame, "header")
+    header = unpack(frame, "header", MAX_HEADER_BYTES)
     schema = integer(header, "schema")
     if schema != SCHEMA:
         raise WrongRun(
@@ -78,7 +92,7 @@ def decode_request(frame: Frame, run_id: str) -> Request:
     theirs = text(header, "run_id")
     if theirs != run_id:
         raise WrongRun(f"run_id: this buffer serves run {run_id!r}, the client belongs to {theirs!r}")
-    role = choice(header, "role", ROLES)
+    role = choice(header, "role", ROLES if key is None else ROLES_OF_KEY.get(key, ()))
     verb = choice(header, "verb", VERBS[role])
     return Request(request_id, role, text(header, "name"), theirs, verb, _fields(verb, header))
 
@@ -147,6 +161,8 @@ def decode_leases(reply: dict[str, Any]) -> list[Lease]:
     names = ("lease_id", "prompt_id", "row", "kind", "version")
     leases: list[Lease] = []
     for entry in sequence(reply, "leases"):
+        if not isinstance(entry, list) or len(cast("list[Any]", entry)) != len(names):
+            raise BadMessage(f"leases: expected lists of {', '.join(names)}")
         item: dict[str, Any] = dict(zip(names, cast("list[Any]", entry), strict=True))
         prompt = Prompt(text(item, "prompt_id"), mapping(item, "row"))
         kind = choice(item, "kind", ("train", "eval"))

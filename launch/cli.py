@@ -266,6 +266,20 @@ def doctor(config: Annotated[Path | None, typer.Argument(metavar="[CONFIG]")] = 
     raise typer.Exit(print_diagnosis(diagnose(config), Console()))
 
 
+@app.command()
+def keys(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="A new folder, on a disk that stays.")],
+) -> None:
+    """Make the keys by which the services of a run on several machines know each other."""
+    from buffer.keys import PUBLIC, ROLES, make_keys
+
+    make_keys(folder)
+    typer.echo(f"written: {folder}; set security.keys={folder} in the experiment file")
+    typer.echo(f"each host needs {PUBLIC} and the secret of what runs there, over a safe channel:")
+    for role in ROLES:
+        typer.echo(f"  {role:<9} {folder / PUBLIC} {folder / f'{role}.secret'}")
+
+
 Checkpoint = Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="runs/NAME/checkpoints/step-…")]
 Target = Annotated[Path, typer.Argument(metavar="TARGET", help="The folder to write.")]
 Tensor = Annotated[int, typer.Option(min=1, help="Tensor-parallel size to cut it for.")]

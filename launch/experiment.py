@@ -26,14 +26,18 @@ from buffer.experiment import (
     LoggingConfig,
     ModelConfig,
     PromptSource,
+    SecurityConfig,
     SingleSource,
     load,
 )
+from buffer.keys import KeysError, check_keys
+from buffer.router import unguarded
 from launch.demo_model import MODEL_DIR
 from learner.config import LearnerConfig, LearnerExperiment
 from learner.offline.config import OfflineExperiment
 from rollout.config import FunctionReward, ModelReward, RolloutConfig, RolloutExperiment, engine_faults
 from rollout.scorer import folder
+from sync.addresses import host_of
 from sync.config import SyncConfig
 from sync.expected import damage
 
@@ -53,6 +57,7 @@ class WholeExperiment(Experiment):
     learner: LearnerConfig = LearnerConfig()
     sync: SyncConfig = SyncConfig()
     eval: EvalConfig | None = None
+    security: SecurityConfig = SecurityConfig()
     logging: LoggingConfig = LoggingConfig()
 
 
@@ -96,6 +101,20 @@ def _addresses(e: WholeExperiment) -> list[str]:
         for (first, address), (second, other) in combinations(addresses(e).items(), 2)
         if address == other and not address.endswith(":0")
     ]
+
+
+def _reach(e: WholeExperiment) -> list[str]:
+    """Addresses that nobody may listen at without keys; and keys where they would be passed on."""
+    keys = e.security.keys
+    if keys is None:
+        return [told for key, address in addresses(e).items() if (told := unguarded(key, address))]
+    if Path(e.run_dir).resolve() in (Path(keys).resolve(), *Path(keys).resolve().parents):
+        return [f"security.keys={keys}: lies in run_dir={e.run_dir}, which is for others to read; move it"]
+    try:
+        host_of(e.sync.address)
+    except ValueError as error:
+        return [str(error)]
+    return []
 
 
 def _prompts(e: WholeExperiment | OfflineExperiment) -> dict[str, SingleSource]:
@@ -159,6 +178,15 @@ def _unknown_functions(e: WholeExperiment, services: Iterable[str]) -> list[str]
     return [f"{key}={called[key]}: {reason}" for key, reason in faults.items() if reason]
 
 
+def _keys(e: WholeExperiment, services: Iterable[str]) -> list[str]:
+    """What is wrong with the keys of the services that start here."""
+    try:
+        check_keys(e.security.keys, [s for s in services if s != "scorer" or reward_models(e)])
+    except KeysError as error:
+        return [f"security.keys={e.security.keys}: {error}"]
+    return []
+
+
 def _scored_lengths(e: WholeExperiment) -> list[str]:
     return [
         f"rollout.rewards.{name}.max_length={reward.max_length} is below model.max_length="
@@ -168,7 +196,7 @@ def _scored_lengths(e: WholeExperiment) -> list[str]:
     ]
 
 
-CHECKS = (_lengths, _shards, _addresses, _sources, _scored_lengths)
+CHECKS = (_lengths, _shards, _addresses, _reach, _sources, _scored_lengths)
 
 
 def read(path: str | Path, overrides: list[str], services: Iterable[str] = SERVICES) -> WholeExperiment:
@@ -186,7 +214,7 @@ def read(path: str | Path, overrides: list[str], services: Iterable[str] = SERVI
     for schema in SCHEMAS:
         load(path, overrides, schema)
     reasons = [reason for check in CHECKS for reason in check(experiment)]
-    reasons += _unknown_functions(experiment, services)
+    reasons += _unknown_functions(experiment, services) + _keys(experiment, services)
     if "buffer" in services:
         reasons += missing_rows(experiment)
     if "rollout" in services:

@@ -75,7 +75,7 @@ def verify(path: Path) -> None:
     found = dict(_digests(path))
     for name, facts in expected.items():
         if name not in found:
-            raise DamagedCheckpoint(f"{path / name} is missing")
+            raise DamagedCheckpoint(f"{path}/{name} is missing")
         if found[name] != facts:
             raise DamagedCheckpoint(f"{path / name} is not what was written")
 
@@ -88,10 +88,12 @@ def read_meta(path: Path) -> dict[str, Any]:
     """
     try:
         meta = json.loads((path / META).read_text())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise DamagedCheckpoint(f"{path / META} cannot be read: {error}") from error
     if not isinstance(meta, dict) or not {"step", "files", "dtype"} <= set(meta):
         raise DamagedCheckpoint(f"{path / META} lacks step, files or dtype")
+    if not isinstance(meta["files"], dict):
+        raise DamagedCheckpoint(f"{path / META}: files is no map of names")
     return meta
 
 

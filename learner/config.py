@@ -6,7 +6,7 @@ from pydantic import AfterValidator, ConfigDict, Field, model_validator
 
 from buffer.config import BufferConfig
 from buffer.dotted import named
-from buffer.experiment import Experiment, LoggingConfig, ModelConfig, PromptSource, Section
+from buffer.experiment import Experiment, LoggingConfig, ModelConfig, PromptSource, Section, SecurityConfig
 from learner.algorithm import AlgorithmConfig
 from learner.correction_config import changed
 from sync.config import SyncConfig
@@ -248,6 +248,7 @@ class LearnerExperiment(Experiment):
     rollout: SampledBy = SampledBy()
     learner: LearnerConfig = LearnerConfig()
     sync: SyncConfig = SyncConfig()
+    security: SecurityConfig = SecurityConfig()
     logging: LoggingConfig = LoggingConfig()
 
     @model_validator(mode="after")

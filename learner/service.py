@@ -14,6 +14,7 @@ import torch
 from buffer.client import BufferClient
 from buffer.dotted import is_dotted, resolve
 from buffer.experiment import DataConfig
+from buffer.keys import client_keys, server_keys
 from buffer.stream import open_stream
 from learner import convert, parallel
 from learner.checkpoint import Checkpoints, Setup
@@ -227,14 +228,15 @@ def threads(configured: int | None) -> int:
 
 
 def buffer_client(experiment: LearnerExperiment) -> BufferClient:
-    return BufferClient(
-        experiment.buffer.address, "learner", experiment.name, f"learner-{parallel.dp_rank()}"
-    )
+    keys = client_keys(experiment.security.keys, "learner", "buffer")
+    name = f"learner-{parallel.dp_rank()}"
+    return BufferClient(experiment.buffer.address, "learner", experiment.name, name, keys=keys)
 
 
 @contextmanager
 def publisher(experiment: LearnerExperiment) -> Iterator[WeightSender]:
-    opened = Publisher(experiment.sync, experiment.name, parallel.device())
+    keys = server_keys(experiment.security.keys, "learner")
+    opened = Publisher(experiment.sync, experiment.name, parallel.device(), keys)
     opened.start()
     try:
         yield opened

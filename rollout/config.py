@@ -15,7 +15,15 @@ from pydantic import (
 
 from buffer.config import BufferConfig
 from buffer.dotted import named
-from buffer.experiment import DataConfig, EvalConfig, Experiment, LoggingConfig, ModelConfig, Section
+from buffer.experiment import (
+    DataConfig,
+    EvalConfig,
+    Experiment,
+    LoggingConfig,
+    ModelConfig,
+    Section,
+    SecurityConfig,
+)
 from buffer.processor import has_gpu, native_dtype
 from sync.config import SyncConfig
 
@@ -123,7 +131,7 @@ class ModelReward(Section):
     weight: float = Field(default=1.0, allow_inf_nan=False)
     """In the total; 0 does not compute it, and needs no scorer."""
     address: str = "tcp://127.0.0.1:5703"
-    """Where its scorer listens: a loopback address, another one for each reward model."""
+    """Where its scorer listens, each reward model's at another; beyond loopback only with security.keys."""
     dtype: Literal["bfloat16", "float32"] = Field(default_factory=native_dtype)
     """Of the weights; the score itself is computed in float32."""
     max_length: int | None = Field(default=None, ge=8)
@@ -191,6 +199,7 @@ class RolloutExperiment(Experiment):
     rollout: RolloutConfig = RolloutConfig()
     sync: SyncConfig = SyncConfig()
     eval: EvalConfig | None = None
+    security: SecurityConfig = SecurityConfig()
     logging: LoggingConfig = LoggingConfig()
 
 

@@ -12,6 +12,7 @@ from buffer.client import BufferClient
 from buffer.dotted import resolve
 from buffer.errors import Refusal
 from buffer.experiment import ConfigError
+from buffer.keys import client_keys
 from buffer.rendering import Renderer
 from rollout.config import RolloutExperiment, engine_faults
 from rollout.endings import first_of, signalled, unending
@@ -76,7 +77,8 @@ async def _serve(experiment: RolloutExperiment, name: str) -> None:
     async with AsyncExitStack() as stack:
         # Rewards first: a function that cannot be imported is told at once, not half a minute later.
         configured = experiment.rollout.rewards
-        rewards = await open_rewards(configured, experiment.name, name, tokenizer, stack)
+        keys = client_keys(experiment.security.keys, "rollout", "scorer")
+        rewards = await open_rewards(configured, experiment.name, name, tokenizer, stack, keys=keys)
         engine = _engine(experiment, name)
         stack.push_async_callback(engine.close)
         await engine.start()
@@ -94,14 +96,16 @@ async def serve_with(
     """Join the buffer and the learner with an engine that is up, and work until something ends it."""
     rollout = experiment.rollout
     meters = Meters(name)
-    receiver = Receiver(experiment.sync, experiment.name, name, MeteredSink(engine.sink, meters))
+    keys = {peer: client_keys(experiment.security.keys, "rollout", peer) for peer in ("buffer", "learner")}
+    sink = MeteredSink(engine.sink, meters)
+    receiver = Receiver(experiment.sync, experiment.name, name, sink, keys["learner"])
     runner = GroupRunner(
         engine, renderer, rewards, lambda: receiver.version, plans, rollout.group_timeout_s, meters,
         rollout.episode,
     )  # fmt: skip
     metrics_path = Path(experiment.run_dir) / "metrics" / f"rollout-{name}.jsonl"
     buffer = experiment.buffer
-    async with BufferClient(buffer.address, "rollout", experiment.name, name) as client:
+    async with BufferClient(buffer.address, "rollout", experiment.name, name, keys=keys["buffer"]) as client:
         renew_period_s = min(RENEW_S, buffer.lease_timeout_s / 4)
         loop = RolloutLoop(client, receiver, runner, rollout.max_groups, renew_period_s, meters)
         logger.info("rollout server %s is up: up to %d groups at a time", name, rollout.max_groups)

@@ -10,6 +10,7 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 
 from buffer.errors import BadMessage, Unreachable
+from buffer.keys import ClientKeys
 from rollout.config import FunctionReward, ModelReward, Reward
 from rollout.engine import Completion, CompletionFailed, gravest
 from rollout.reward_pool import RewardPool
@@ -168,6 +169,7 @@ async def open_rewards(
     tokenizer: Any,
     stack: AsyncExitStack,
     reach: Reach | None = None,
+    keys: ClientKeys | None = None,
 ) -> TotalReward:
     """Start the functions' processes, then the connections to the scorers.
 
@@ -178,13 +180,14 @@ async def open_rewards(
         tokenizer: The policy's.
         stack: Ends what was started.
         reach: Gives a reward model by its name; None connects to its scorer.
+        keys: For that.
 
     Raises:
         ValueError: A reward function cannot be imported.
     """
 
     async def connect(name: str, reward: ModelReward) -> Scorer:
-        client = ScorerClient(name, reward.address, run_id, server, reward.timeout_s)
+        client = ScorerClient(name, reward.address, run_id, server, reward.timeout_s, keys)
         return await stack.enter_async_context(client)
 
     weighted: dict[str, tuple[float, Source]] = {}

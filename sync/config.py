@@ -9,7 +9,7 @@ class SyncConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     address: str = "tcp://127.0.0.1:5702"
-    """Where the learner's publisher listens for members: a loopback address."""
+    """Where the learner's publisher listens for members; beyond loopback only with security.keys."""
     backend: Literal["auto", "gloo", "nccl"] = "auto"
     """Of the broadcast group; auto takes nccl where learner and engine have CUDA."""
     bucket_mib: int | None = Field(default=None, ge=1)

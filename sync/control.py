@@ -6,6 +6,7 @@ something did.
 """
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -13,7 +14,9 @@ from queue import Empty, SimpleQueue
 
 import zmq
 
+from sync.addresses import numeric
 from sync.errors import TransferFailed
+from sync.keys import GATE, PublisherKeys
 from sync.membership import Member, Membership
 from sync.wire import (
     SCHEMA,
@@ -38,15 +41,26 @@ logger = logging.getLogger(__name__)
 
 BEATS_PER_TIMEOUT = 5
 """Beats sent within one heartbeat timeout, so that a few lost ones do not matter."""
+LONGEST_MESSAGE_BYTES = 1 << 16
+"""Of a member; one that sends more is cut off."""
+TELL_S = 10.0
+"""Between two lines about peers that were turned away."""
 SILENT_BEATS = 3
 """A member not heard for so many of its beats may be gone: another of its name takes its place."""
 
 
 class Control:
-    """Membership over ZeroMQ. `members` and what hangs on it is touched under `changed` only."""
+    """Membership over ZeroMQ. `members` and what hangs on it is touched under `changed` only.
 
-    def __init__(self, address: str, run_id: str, heartbeat_timeout_s: float) -> None:
+    Behind keys it hears only those whom they admit.
+    """
+
+    def __init__(
+        self, address: str, run_id: str, heartbeat_timeout_s: float, keys: PublisherKeys | None = None
+    ) -> None:
         self._address = address
+        self._keys = keys
+        self._refused, self._refusal_told = 0, -math.inf
         self._run_id = run_id
         self._timeout_s = heartbeat_timeout_s
         self._outbox: SimpleQueue[tuple[bytes, Message]] = SimpleQueue()
@@ -65,8 +79,14 @@ class Control:
         self._router = self._context.socket(zmq.ROUTER)
         self._router.setsockopt(zmq.LINGER, 500)
         self._router.setsockopt(zmq.SNDHWM, 0)
+        self._router.setsockopt(zmq.MAXMSGSIZE, LONGEST_MESSAGE_BYTES)
+        self._router.setsockopt(zmq.IPV6, 1)
+        self._gate = self._context.socket(zmq.REP)
         try:
-            self._router.bind(self._address)
+            if self._keys is not None:
+                self._gate.bind(GATE)
+                self._keys.guard(self._router)
+            self._router.bind(numeric(self._address))
         except zmq.ZMQError as error:
             self._context.destroy(linger=0)
             raise ValueError(f"sync.address {self._address}: cannot listen there: {error}") from None
@@ -124,10 +144,12 @@ class Control:
         poller = zmq.Poller()
         poller.register(self._router, zmq.POLLIN)
         poller.register(self._wake_out, zmq.POLLIN)
+        poller.register(self._gate, zmq.POLLIN)
         interval_s = self._timeout_s / BEATS_PER_TIMEOUT
         next_beat = time.monotonic()
         while not self._closing.is_set():
             poller.poll(int(1000 * max(0.0, next_beat - time.monotonic())) + 1)
+            self._admit_all()
             self._receive_all()
             self._send_all()
             if time.monotonic() >= next_beat:
@@ -135,6 +157,19 @@ class Control:
                 next_beat = time.monotonic() + interval_s
         self._send_all()
         self._context.destroy(linger=500)
+
+    def _admit_all(self) -> None:
+        while self._keys is not None and self._gate.poll(0):
+            question = self._gate.recv_multipart()
+            answer = self._keys.verdict(question)
+            self._gate.send_multipart(answer)
+            if answer[2] == b"200":
+                continue
+            self._refused += 1
+            if time.monotonic() - self._refusal_told > TELL_S:
+                self._refusal_told = time.monotonic()
+                who = question[3].decode(errors="replace")
+                logger.warning("sync: %s has no key that is admitted (%d so far)", who, self._refused)
 
     def _send_all(self) -> None:
         while self._wake_out.poll(0):

@@ -16,14 +16,23 @@ _DTYPES = {
     "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2",
 }  # fmt: skip
 _MAX_HEADER_BYTES = 100 << 20
+_UNREADABLE = (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError)
+"""What a header of another shape raises somewhere."""
 
 
 def read_specs(folder: Path) -> list[TensorSpec]:
-    """Every tensor of a Hugging Face folder, from its safetensors headers; [] where it has no such file."""
+    """Every tensor of a Hugging Face folder, from its safetensors headers; [] where it has no such file.
+
+    Raises:
+        ValueError: A file is none.
+    """
     specs: list[TensorSpec] = []
     for path in sorted(folder.glob("*.safetensors")):
-        for name, entry in _header(path)[0].items():
-            specs.append(TensorSpec(name, _DTYPES[entry["dtype"]], tuple(entry["shape"])))
+        try:
+            for name, entry in _header(path)[0].items():
+                specs.append(TensorSpec(name, _DTYPES[entry["dtype"]], tuple(entry["shape"])))
+        except (*_UNREADABLE, OSError) as error:
+            raise ValueError(f"{path}: not a safetensors file: {error!r}") from None
     return specs
 
 
@@ -32,8 +41,8 @@ def damage(path: Path) -> str | None:
     try:
         entries, size = _header(path)
         expected = size + max((entry["data_offsets"][1] for entry in entries.values()), default=0)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        return f"{path}: not a safetensors file: {error}"
+    except (*_UNREADABLE, OSError) as error:
+        return f"{path}: not a safetensors file: {error!r}"
     found = path.stat().st_size
     return None if found == expected else f"{path}: {found} bytes, and its header tells of {expected}"
 
@@ -42,8 +51,8 @@ def _header(path: Path) -> tuple[dict[str, Any], int]:
     """A file's tensors as its header describes them, and where their data begins."""
     with path.open("rb") as file:
         size = int.from_bytes(file.read(8), "little")
-        if size > _MAX_HEADER_BYTES:
-            raise ValueError(f"{path}: not a safetensors file")
+        if size > min(_MAX_HEADER_BYTES, path.stat().st_size):
+            raise ValueError(f"a header of {size} bytes")
         header = json.loads(file.read(size))
     return {name: entry for name, entry in header.items() if name != "__metadata__"}, 8 + size
 

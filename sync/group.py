@@ -4,16 +4,14 @@ A process group of its own, built directly and never the default one, so that it
 learner's training groups or the engine's. Its calls block; callers run them on a thread that they can leave.
 """
 
-import ipaddress
 import logging
 import socket
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Self
-from urllib.parse import urlsplit
 
 import torch
 import torch.distributed as dist
@@ -32,37 +30,13 @@ class Seat:
     host: str
     port: int
     epoch: int
+    nonce: str = field(repr=False)
+    """Drawn anew for each epoch and told to its members only: without it nobody finds the seats in the
+    store."""
     rank: int
     size: int
     backend: str
     timeout_s: float
-
-
-def host_of(address: str) -> str:
-    """The host of a `tcp://host:port` address.
-
-    Raises:
-        ValueError: It is not one, or its host is a wildcard that no other machine could connect to.
-    """
-    parts = urlsplit(address)
-    host = parts.hostname
-    if parts.scheme != "tcp" or not host or parts.port is None or host in ("*", "0.0.0.0", "::"):
-        raise ValueError(f"sync.address {address!r}: expected tcp://HOST:PORT, a host that servers can reach")
-    return host
-
-
-def require_loopback(address: str) -> str:
-    """The host of an address to listen on.
-
-    Raises:
-        ValueError: It is reachable from other machines: neither the control messages nor the broadcast are
-            authenticated, so whoever reaches them could hand a server any weights.
-    """
-    host = host_of(address)
-    resolved = str(socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][4][0])
-    if not ipaddress.ip_address(resolved).is_loopback:
-        raise ValueError(f"sync.address {address} reaches beyond this machine; expected a loopback address")
-    return host
 
 
 def listen(host: str, timeout_s: float) -> tuple[TCPStore, int]:
@@ -99,12 +73,13 @@ class BroadcastGroup:
             # A connection for each group, for rank 0 too: calls on one wait for each other, so that a group
             # that never forms would keep the next one from forming.
             store = TCPStore(seat.host, seat.port, is_master=False, timeout=timeout)
-            scoped = PrefixStore(f"slipstream/{seat.epoch}", store)
+            scoped = PrefixStore(f"slipstream/{seat.nonce}", store)
             if seat.backend == "nccl":
                 return cls(_nccl(scoped, seat, device), seat)
             return cls(_gloo(scoped, seat, timeout), seat)
         except (RuntimeError, OSError, ValueError) as error:  # torch's DistError is a RuntimeError
-            raise TransferFailed(f"epoch {seat.epoch}: rank {seat.rank}: {_first_line(error)}") from error
+            told = _first_line(error).replace(seat.nonce, "…")  # torch names the keys that it waits for
+            raise TransferFailed(f"epoch {seat.epoch}: rank {seat.rank}: {told}") from None
 
     def broadcast(self, tensor: Tensor) -> None:
         """Send `tensor` (rank 0) or overwrite it (other ranks). Blocks at most the seat's timeout.

@@ -5,6 +5,7 @@ Listening, heartbeats and collectives run on threads of their own, and every wai
 """
 
 import logging
+import secrets
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -12,11 +13,13 @@ from collections.abc import Callable, Iterable, Iterator
 import torch
 from torch import Tensor
 
+from sync.addresses import host_of, require_loopback
 from sync.buckets import combine, pack
 from sync.config import SyncConfig
 from sync.control import Control
 from sync.errors import PublishInterrupted, TransferFailed
-from sync.group import BroadcastGroup, Connecting, Seat, listen, require_loopback
+from sync.group import BroadcastGroup, Connecting, Seat, listen
+from sync.keys import PublisherKeys
 from sync.manifest import Manifest, TensorSpec
 from sync.membership import Member
 from sync.report import PublishReport
@@ -44,21 +47,23 @@ class Publisher:
     and publishing the same version again sends it to those only.
     """
 
-    def __init__(self, config: SyncConfig, run_id: str, device: torch.device) -> None:
+    def __init__(
+        self, config: SyncConfig, run_id: str, device: torch.device, keys: PublisherKeys | None = None
+    ) -> None:
         cuda = device.type == "cuda"
         self._backend = ("nccl" if cuda else "gloo") if config.backend == "auto" else config.backend
         if self._backend == "nccl" and not cuda:
             raise ValueError("sync.backend nccl: the learner has no CUDA device; expected auto or gloo")
-        self._host = require_loopback(config.address)
+        self._host = require_loopback(config.address) if keys is None else host_of(config.address)
         self._timeout_s = config.transfer_timeout_s
         self._answer_timeout_s = min(config.transfer_timeout_s, config.heartbeat_timeout_s)
         self._device = device if self._backend == "nccl" else torch.device("cpu")
         self._memory = BucketMemory((config.bucket_mib or (512 if cuda else 64)) << 20, self._device)
-        self._control = Control(config.address, run_id, config.heartbeat_timeout_s)
+        self._control = Control(config.address, run_id, config.heartbeat_timeout_s, keys)
         self._members = self._control.members
         self._version: int | None = None
         self._attempt = 0
-        self._epoch = 0
+        self._epoch, self._nonce = 0, ""
         self._group: BroadcastGroup | None = None
         self._seated: list[bytes] = []
         self._threads: list[threading.Thread] = []
@@ -199,7 +204,7 @@ class Publisher:
         kept = self._group if self._seated == seated else None
         if kept is None:
             self._group, self._seated = None, seated
-            self._epoch += 1
+            self._epoch, self._nonce = self._epoch + 1, secrets.token_hex(16)
         attempt = self._ask(targets, version, manifest, fresh=kept is None)
         connecting = None if kept is not None else self._connect(1 + sum(m.world_size for m in targets))
         self._until(lambda: not self._members.unanswered(attempt), "PREPARE not answered", attempt)
@@ -217,15 +222,15 @@ class Publisher:
             self._members.asked(targets, self._attempt)
             for member in targets:
                 order = Prepare(
-                    self._attempt, version, self._epoch, fresh, self._port, first_rank, size, self._backend,
-                    self._timeout_s, manifest,
+                    self._attempt, version, self._epoch, self._nonce, fresh, self._port, first_rank, size,
+                    self._backend, self._timeout_s, manifest,
                 )  # fmt: skip
                 self._control.send([member], order)
                 first_rank += member.world_size
         return self._attempt
 
     def _connect(self, size: int) -> Connecting:
-        seat = Seat(self._host, self._port, self._epoch, 0, size, self._backend, self._timeout_s)
+        seat = Seat(self._host, self._port, self._epoch, self._nonce, 0, size, self._backend, self._timeout_s)
         connecting = Connecting(seat, self._device, self._control.notify)
         self._threads.append(connecting.thread)
         return connecting

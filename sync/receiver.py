@@ -9,11 +9,13 @@ from dataclasses import dataclass
 import zmq
 import zmq.asyncio
 
+from sync.addresses import host_of
 from sync.config import SyncConfig
 from sync.errors import EngineLost, JoinRefused, SyncError
-from sync.group import host_of
+from sync.keys import MemberKeys
 from sync.sink import StagePlan, WeightSink
 from sync.wire import (
+    MAX_MESSAGE_BYTES,
     SCHEMA,
     Abort,
     Beat,
@@ -41,7 +43,13 @@ RETRY_S = 1.0
 LONGEST_RETRY_S = 30.0
 """A server that is turned out again and again, and loads nothing in between, asks less and less often."""
 PATIENCE_S = 5.0
-"""How long a learner may be absent before that is worth a line in the log."""
+"""How long a learner may be absent before that is worth a line in the log; the next after twice the time."""
+
+FAILED_HANDSHAKES = (
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,12 +73,15 @@ class Receiver:
     restarts and evictions end in another JOIN, after which the learner sends its current version in full.
     """
 
-    def __init__(self, config: SyncConfig, run_id: str, name: str, sink: WeightSink) -> None:
+    def __init__(
+        self, config: SyncConfig, run_id: str, name: str, sink: WeightSink, keys: MemberKeys | None = None
+    ) -> None:
         self._address = config.address
         self._host = host_of(config.address)
         self._run_id = run_id
         self._name = name
         self._sink = sink
+        self._keys = keys
         self._version: int | None = None
         self._first_version = asyncio.Event()
         self._engine = asyncio.Lock()
@@ -102,16 +113,17 @@ class Receiver:
         try:
             while True:
                 before = self.last_update
-                socket = context.socket(zmq.DEALER)
-                socket.setsockopt(zmq.LINGER, 500)
-                socket.setsockopt(zmq.IMMEDIATE, 1)  # without a learner nothing is queued up for it
+                socket = self._new_socket(context)
+                handshakes = socket.get_monitor_socket(FAILED_HANDSHAKES)
                 socket.connect(self._address)
                 try:
-                    await self._stay(socket)
+                    await self._stay(socket, handshakes)
                 except _Rejoin as why:
                     self._tell_once(f"{why}; joining again")
                 finally:
                     await self._stop_work()
+                    socket.disable_monitor()
+                    handshakes.close(linger=0)
                     socket.close()
                 fared_well = self.last_update is not before
                 pause_s = RETRY_S if fared_well else min(2 * pause_s, LONGEST_RETRY_S)
@@ -119,8 +131,19 @@ class Receiver:
         finally:
             context.destroy(linger=500)
 
-    async def _stay(self, socket: zmq.asyncio.Socket) -> None:
-        timeout_s = await self._join(socket)
+    def _new_socket(self, context: zmq.asyncio.Context) -> zmq.asyncio.Socket:
+        socket = context.socket(zmq.DEALER)
+        socket.setsockopt(zmq.LINGER, 500)
+        socket.setsockopt(zmq.IMMEDIATE, 1)  # without a learner nothing is queued up for it
+        socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+        socket.setsockopt(zmq.IPV6, 1)
+        if self._keys is not None:
+            self._keys.show(socket)
+        return socket
+
+    async def _stay(self, socket: zmq.asyncio.Socket, handshakes: zmq.asyncio.Socket) -> None:
+        timeout_s = await self._join(socket, handshakes)
+        socket.disable_monitor()  # nobody would read on
         interval_s = member_beat_s(timeout_s)
         heard = beaten = time.monotonic()
         try:
@@ -141,11 +164,12 @@ class Receiver:
             _send(socket, Leave())
             raise
 
-    async def _join(self, socket: zmq.asyncio.Socket) -> float:
+    async def _join(self, socket: zmq.asyncio.Socket, handshakes: zmq.asyncio.Socket) -> float:
         """Become a member; returns the learner's heartbeat timeout."""
         async with self._engine:
             await self._sink.drop()
-        started, told = time.monotonic(), False
+        told, silent_s = time.monotonic(), PATIENCE_S
+        turned_away = 0
         while True:
             _send(socket, Join(SCHEMA, self._run_id, self._name, self._sink.world_size))
             message = await self._next(socket, RETRY_S)
@@ -161,9 +185,24 @@ class Receiver:
                     )
                 case _:
                     pass
-            if not told and time.monotonic() - started > PATIENCE_S:
-                told = True
-                logger.info("waiting for learner at %s", self._address)
+            while await handshakes.poll(0):
+                await handshakes.recv_multipart()
+                turned_away += 1
+            if time.monotonic() - told > silent_s:
+                told, silent_s = time.monotonic(), 2 * silent_s
+                self._tell_waiting(turned_away)
+                turned_away = 0
+
+    def _tell_waiting(self, turned_away: int) -> None:
+        """Once for a learner that is not there; again and again for one that will have nothing of us."""
+        if turned_away:
+            logger.warning(
+                "waiting for learner at %s; it ended %d handshakes: the keys of the two sides "
+                "(security.keys) may not match", self._address, turned_away,
+            )  # fmt: skip
+        elif "waiting" not in self._told:
+            self._told.add("waiting")
+            logger.info("waiting for learner at %s", self._address)
 
     async def _next(self, socket: zmq.asyncio.Socket, timeout_s: float) -> Message | None:
         if not await socket.poll(int(timeout_s * 1000)):
@@ -209,7 +248,7 @@ class Receiver:
 
     async def _update(self, socket: zmq.asyncio.Socket, order: Prepare) -> None:
         plan = StagePlan(
-            order.version, order.epoch, order.fresh, self._host, order.port, order.first_rank,
+            order.version, order.epoch, order.nonce, order.fresh, self._host, order.port, order.first_rank,
             order.group_size, order.backend, order.timeout_s, order.manifest,
             lambda: _send(socket, Ready(order.attempt)),
         )  # fmt: skip

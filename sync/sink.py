@@ -1,7 +1,7 @@
 """Where a version goes on the rollout side: the seam between the receiver and an engine. No torch."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from sync.manifest import Manifest
@@ -17,6 +17,7 @@ class StagePlan:
 
     version: int
     epoch: int
+    nonce: str = field(repr=False)
     fresh: bool
     host: str
     port: int

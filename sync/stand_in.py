@@ -18,6 +18,7 @@ from sync.buckets import unpack
 from sync.config import SyncConfig
 from sync.errors import BY_CAUSE, JoinRefused, ManifestRefused, TransferFailed
 from sync.group import Seat
+from sync.keys import MemberKeys
 from sync.receiver import Receiver
 from sync.sink import StagePlan
 from sync.stager import Stager
@@ -37,6 +38,7 @@ class Behavior:
     load_seconds: float = 0.0
     refuse: str | None = None
     """A tensor name that its model lacks."""
+    keys: MemberKeys | None = None
 
 
 class StandInSink:
@@ -53,8 +55,9 @@ class StandInSink:
         if self._behavior.refuse in [spec.name for spec in plan.manifest.tensors]:
             raise ManifestRefused(f"{self._behavior.refuse}: not in this server's model")
         seat = Seat(
-            plan.host, plan.port, plan.epoch, plan.first_rank, plan.group_size, plan.backend, plan.timeout_s
-        )
+            plan.host, plan.port, plan.epoch, plan.nonce, plan.first_rank, plan.group_size, plan.backend,
+            plan.timeout_s,
+        )  # fmt: skip
         self._tell({"event": "staging", "version": plan.version, "fresh": plan.fresh})
         self._stager.begin(seat, plan.fresh, plan.version, plan.manifest)
         plan.accepted()
@@ -89,7 +92,8 @@ def serve(address: str, name: str, behavior: Behavior, events: Connection) -> No
         events.send_bytes(json.dumps(event).encode())
 
     async def run() -> None:
-        receiver = Receiver(SyncConfig(address=address), behavior.run_id, name, StandInSink(behavior, tell))
+        sink = StandInSink(behavior, tell)
+        receiver = Receiver(SyncConfig(address=address), behavior.run_id, name, sink, behavior.keys)
         try:
             await receiver.run()
         except JoinRefused as refusal:

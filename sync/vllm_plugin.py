@@ -10,7 +10,7 @@ import logging
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +58,7 @@ class StageOrder(WeightTransferInitInfo):
 
     version: int
     epoch: int
+    nonce: str = field(repr=False)
     fresh: bool
     host: str
     port: int
@@ -97,8 +98,9 @@ class StagingEngine(WeightTransferEngine[StageOrder, LoadOrder]):
             self._stager.drop()
             return
         seat = Seat(
-            init_info.host, init_info.port, init_info.epoch, init_info.first_rank + self.parallel_config.rank,
-            init_info.group_size, init_info.backend, init_info.timeout_s,
+            init_info.host, init_info.port, init_info.epoch, init_info.nonce,
+            init_info.first_rank + self.parallel_config.rank, init_info.group_size, init_info.backend,
+            init_info.timeout_s,
         )  # fmt: skip
         self._stager.begin(seat, init_info.fresh, init_info.version, manifest)
 

@@ -56,9 +56,9 @@ class VllmSink:
     async def stage(self, plan: StagePlan) -> int:
         """As `WeightSink.stage`. Each rank stages on a thread of its own; this looks how far they are."""
         order = {
-            "version": plan.version, "epoch": plan.epoch, "fresh": plan.fresh, "host": plan.host,
-            "port": plan.port, "first_rank": plan.first_rank, "group_size": plan.group_size,
-            "backend": plan.backend, "timeout_s": plan.timeout_s,
+            "version": plan.version, "epoch": plan.epoch, "nonce": plan.nonce, "fresh": plan.fresh,
+            "host": plan.host, "port": plan.port, "first_rank": plan.first_rank,
+            "group_size": plan.group_size, "backend": plan.backend, "timeout_s": plan.timeout_s,
             "manifest": msgpack.packb(plan.manifest.to_wire()),
         }  # fmt: skip
         request = WeightTransferInitRequest(init_info=order)

@@ -16,7 +16,7 @@ weights themselves never pass here.
     LEAVE ──────────────────────────────────▶
 """
 
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any, cast
 
 import msgpack  # pyright: ignore[reportMissingTypeStubs]
@@ -24,7 +24,7 @@ import msgpack  # pyright: ignore[reportMissingTypeStubs]
 from sync.errors import CAUSES
 from sync.manifest import Manifest
 
-SCHEMA = 1
+SCHEMA = 2
 """Grows whenever a message changes; a server of another schema is refused with the reason."""
 
 MAX_MESSAGE_BYTES = 256 << 20
@@ -70,12 +70,14 @@ class Prepare:
 
     `attempt` names this one try and is in every answer. `epoch` names the broadcast group; with `fresh` it is
     to be built (this server's ranks are `first_rank` and up, rank 0 sends, the store listens on `port` of the
-    host that the server joined), else the one of the last PREPARE is used again.
+    host that the server joined), else the one of the last PREPARE is used again. `nonce` is the epoch's
+    secret: the ranks meet under it in the store, and only members are told.
     """
 
     attempt: int
     version: int
     epoch: int
+    nonce: str = field(repr=False)
     fresh: bool
     port: int
     first_rank: int
@@ -170,13 +172,13 @@ _INTEGERS = {
     "checksum": (-(1 << 63), (1 << 63) - 1),
 }
 _SECONDS = ("heartbeat_timeout_s", "timeout_s", "stage_seconds", "load_seconds", "pause_seconds")
-_TEXTS = {"run_id": 256, "name": 256, "reason": 4096}
+_TEXTS = {"run_id": 256, "name": 256, "nonce": 64, "reason": 4096}
 
 
 def encode(message: Message) -> bytes:
     values: dict[str, Any]
     if isinstance(message, Prepare):
-        values = {field.name: getattr(message, field.name) for field in fields(message)}
+        values = {each.name: getattr(message, each.name) for each in fields(message)}
         values["manifest"] = message.manifest.to_wire()
     else:
         values = asdict(message)
@@ -207,7 +209,7 @@ def decode(raw: bytes) -> Message:
         raise WireError(
             f"schema: {values['schema']!r}: this side speaks {SCHEMA}; install one version on both"
         )
-    names = [field.name for field in fields(kind)]
+    names = [each.name for each in fields(kind)]
     if set(values) != set(names):
         raise WireError(f"{_NAMES[kind]}: expected the fields {names}, found {sorted(map(str, values))}")
     return kind(**{name: _check(name, values[name]) for name in names})

@@ -5,6 +5,7 @@ import time
 from types import TracebackType
 from typing import Self
 
+from buffer.keys import ClientKeys
 from buffer.requester import Answer, Requester, new_id
 from rollout.scorer import wire
 from rollout.scorer.wire import Ids, Request, Welcome, Words
@@ -27,14 +28,23 @@ class ScorerClient:
         run_id: The run.
         name: This server's.
         timeout_s: For each score.
+        keys: This server's and the scorer's; None where it needs none.
     """
 
-    def __init__(self, reward: str, address: str, run_id: str, name: str, timeout_s: float) -> None:
+    def __init__(
+        self,
+        reward: str,
+        address: str,
+        run_id: str,
+        name: str,
+        timeout_s: float,
+        keys: ClientKeys | None = None,
+    ) -> None:
         self._reward = reward
         self._run_id = run_id
         self._name = name
         self._timeout_s = timeout_s
-        self._requester = Requester(f"scorer {reward}", address, wire.decode_reply, logger)
+        self._requester = Requester(f"scorer {reward}", address, wire.decode_reply, logger, keys)
 
     async def __aenter__(self) -> Self:
         await self._requester.__aenter__()

@@ -6,14 +6,13 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
-import zmq
-import zmq.asyncio
 from numpy.typing import NDArray
 
 from buffer.errors import BadMessage, Refusal
 from buffer.groups import Frame
+from buffer.keys import ServerKeys
 from buffer.rendering import PromptRefused
-from buffer.router import listen
+from buffer.router import Router
 from rollout.scorer import wire
 from rollout.scorer.rendering import WordsRenderer
 from rollout.scorer.wire import Ids, Request, ScoringFailed, Welcome, Words
@@ -55,10 +54,11 @@ class ScorerServer:
         run_id: The run it serves.
         reward: The reward's name.
         address: Where it listens.
+        keys: Its own and those that it admits.
 
     Raises:
         AddressTaken: Somebody else listens there.
-        ValueError: The address reaches beyond this machine.
+        ValueError: The address reaches beyond this machine, and there are no keys.
     """
 
     def __init__(
@@ -69,6 +69,7 @@ class ScorerServer:
         run_id: str,
         reward: str,
         address: str,
+        keys: ServerKeys | None = None,
     ) -> None:
         self.traffic = Traffic()
         self._model = model
@@ -78,13 +79,8 @@ class ScorerServer:
         self._reward = reward
         self._running: dict[str, asyncio.Task[float]] = {}
         """By request id: one that is sent again while it is in hand is computed once."""
-        self._context = zmq.asyncio.Context()
-        try:
-            key = f"rollout.rewards.{reward}.address"
-            self._socket = listen(self._context, key, address, wire.MAX_MESSAGE_BYTES)
-        except ValueError:
-            self._context.term()
-            raise
+        key = f"rollout.rewards.{reward}.address"
+        self._router = Router(key, address, wire.MAX_MESSAGE_BYTES, keys)
 
     async def run(self) -> None:
         """Answer until cancelled; the engine's end comes out here.
@@ -92,14 +88,14 @@ class ScorerServer:
         Consumes: requests. Waits for: the next one. Unblocked by: any peer.
         """
         async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._router.admit())
             while True:
-                identity, *frames = await self._socket.recv_multipart(copy=False)
+                identity, *frames = await self._router.socket.recv_multipart(copy=False)
                 self.traffic.requests += 1
                 tasks.create_task(self._serve(identity.bytes, [f.buffer for f in frames]))
 
     def close(self) -> None:
-        self._socket.close(linger=500)
-        self._context.term()
+        self._router.close()
 
     async def _serve(self, identity: bytes, frames: list[Frame]) -> None:
         """One request from its frames to its answer; a fault of the sender's becomes an error reply."""
@@ -113,7 +109,7 @@ class ScorerServer:
                 self.traffic.bad_messages += 1
             logger.warning("%s: %s", refusal.kind.replace("_", " "), refusal)
             reply = wire.encode_refusal(wire.request_id_of(frames[0] if frames else b""), refusal)
-        await self._socket.send_multipart([identity, reply])
+        await self._router.socket.send_multipart([identity, reply])
 
     async def _answer(self, request: Request) -> bytes:
         if request.work is None:

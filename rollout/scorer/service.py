@@ -13,6 +13,7 @@ import uvloop
 
 from buffer.client import BufferClient
 from buffer.errors import Refusal
+from buffer.keys import client_keys, server_keys
 from rollout.config import RolloutExperiment
 from rollout.endings import first_of, signalled, unending
 from rollout.engine import EngineFailed
@@ -47,12 +48,13 @@ def run(experiment: RolloutExperiment, name: str) -> None:
 
 async def _serve(experiment: RolloutExperiment, name: str) -> None:
     reward = model_reward(experiment.rollout, experiment.model, name)
+    keys = server_keys(experiment.security.keys, "scorer")
     async with AsyncExitStack() as stack:
         engine, renderer, welcome = await open_model(
             name, reward, experiment.model, experiment.data.system_prompt, stack
         )
         # It listens once it can answer: until then, whoever asks waits and says for whom.
-        server = ScorerServer(engine, renderer, welcome, experiment.name, name, reward.address)
+        server = ScorerServer(engine, renderer, welcome, experiment.name, name, reward.address, keys)
         stack.callback(server.close)
         logger.info("scorer %s is up at %s: %s", name, reward.address, reward.model)
         await serve_until_over(experiment, name, server, asyncio.create_task(_engine_lost(engine)))
@@ -65,7 +67,8 @@ async def serve_until_over(
     """Answer until the run is over, a signal comes, or the engine is lost."""
     path = Path(experiment.run_dir) / "metrics" / f"scorer-{name}.jsonl"
     address = experiment.buffer.address
-    async with BufferClient(address, "observer", experiment.name, f"scorer-{name}") as buffer:
+    keys = client_keys(experiment.security.keys, "scorer", "buffer")
+    async with BufferClient(address, "observer", experiment.name, f"scorer-{name}", keys=keys) as buffer:
         await first_of(
             asyncio.create_task(unending(server.run())),
             lost,

@@ -3,6 +3,7 @@
 import json
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -108,17 +109,34 @@ def assert_whole(folder: Path, rows: list[dict], steps: int) -> None:
     assert (folder / "run/model/model.safetensors").exists()
 
 
+def keys_for_hosts(folder: Path) -> dict[str, str]:
+    """Keys as docs/operations.md has them made and brought to hosts; service → the override for it."""
+    (command,) = re.findall(r"```\n(slipstream keys .*)\n```", (HOME / "docs/operations.md").read_text())
+    subprocess.run([BIN / "slipstream", *shlex.split(command)[1:]], cwd=folder, check=True, timeout=60)
+    made = folder / shlex.split(command)[2]
+    for role in ("buffer", "rollout", "learner"):
+        host = folder / f"host-{role}"
+        host.mkdir()
+        for name in ("public.json", f"{role}.secret"):
+            shutil.copy2(made / name, host)
+    return {role: f"security.keys=host-{role}" for role in ("buffer", "rollout", "learner")}
+
+
 def test_learner_then_a_server_of_two_ranks_then_buffer(experiment):
-    """On-policy, so that a rank which kept older weights would show: ρ is 1 only if both took them."""
+    """On-policy, so that a rank which kept older weights would show: ρ is 1 only if both took them.
+
+    Behind keys: each service has those of its own role only, as on a host of its own.
+    """
     engine = {"tensor_parallel": 2, "kv_cache_gib": 0.25, "max_num_seqs": 64}
     folder = experiment("learner-first", buffer={"max_staleness": 0})
+    keys = keys_for_hosts(folder)
     with services(folder) as s:
-        s.start("learner")
-        s.start("rollout", None, *(f"rollout.engine.{k}={v}" for k, v in engine.items()))
+        s.start("learner", None, keys["learner"])
+        s.start("rollout", None, keys["rollout"], *(f"rollout.engine.{k}={v}" for k, v in engine.items()))
         s.says("learner", "waiting for buffer at")
         s.says("rollout", "joined the learner at")
         s.says("rollout", "waiting for buffer at")
-        s.start("buffer")
+        s.start("buffer", None, keys["buffer"])
         s.says("buffer", "waiting for the learner and for rollout servers")
         s.finish()
         assert "the learner is here" in s.log("buffer")
@@ -127,6 +145,12 @@ def test_learner_then_a_server_of_two_ranks_then_buffer(experiment):
         assert "Transformer Engine" not in s.log("learner"), "it would fill the lines told of a failure"
         rows = s.rows()
     assert_whole(folder, rows, STEPS)
+    secrets = [path.read_bytes().strip() for path in folder.glob("keys/*.secret")]
+    told = [
+        path.read_bytes() for path in (*folder.glob("*.log"), *folder.rglob("run/**/*")) if path.is_file()
+    ]
+    assert len(secrets) == 4
+    assert not any(secret in text for secret in secrets for text in told)
     for row in rows:
         assert row["staleness/max"] == 0
         assert row["rho/mean"] == pytest.approx(1, abs=1e-3)

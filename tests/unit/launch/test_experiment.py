@@ -4,6 +4,7 @@ import pytest
 import yaml
 
 from buffer.experiment import ConfigError, DataConfig, JsonlSource, ReasoningGymSource, Section, load
+from buffer.keys import ROLES, make_keys
 from launch import prediction
 from launch.experiment import WholeExperiment, differences, dump, read
 
@@ -229,3 +230,44 @@ def test_differences_name_the_keys(config_file):
     new = read(config_file, ["learner.steps=60", "buffer.policy=freshest"]).model_dump(mode="json")
     assert differences(old, new) == ["buffer.policy fifo → freshest", "learner.steps 24 → 60"]
     assert differences(old, json.loads(json.dumps(old))) == []
+
+
+@pytest.mark.parametrize(
+    ("override", "told"),
+    [
+        ("buffer.address=tcp://0.0.0.0:5701", "buffer.address: tcp://0.0.0.0:5701 reaches beyond"),
+        ("buffer.address='tcp://*:5701'", "buffer.address: tcp://*:5701 reaches beyond"),
+        ("sync.address=tcp://learner-host:5702", "sync.address: tcp://learner-host:5702 reaches beyond"),
+    ],
+)
+def test_what_others_can_reach_needs_keys_which_the_host_must_have(config_file, tmp_path, override, told):
+    with pytest.raises(ConfigError) as refused:
+        read(config_file, [override])
+    assert told in str(refused.value)
+    assert "`slipstream keys DIR`" in str(refused.value)
+    assert len(str(refused.value).splitlines()) == 1
+    keys = tmp_path / "keys"
+    with pytest.raises(ConfigError, match=r"security\.keys=.*public\.json: No such file"):
+        read(config_file, [override, f"security.keys={keys}"])
+    make_keys(keys)
+    assert read(config_file, [override, f"security.keys={keys}"]).security.keys == str(keys)
+    (keys / "learner.secret").unlink()
+    assert read(config_file, [override, f"security.keys={keys}"], ["rollout"]), "that is another host's"
+    with pytest.raises(ConfigError, match=r"learner\.secret: No such file"):
+        read(config_file, [override, f"security.keys={keys}"], ["learner"])
+
+
+def test_keys_in_the_run_folder_and_a_wildcard_for_the_weights_are_refused(config_file, tmp_path):
+    make_keys(tmp_path / "run/keys")
+    with pytest.raises(ConfigError, match=r"security\.keys=.*: lies in run_dir="):
+        read(config_file, [f"security.keys={tmp_path}/run/keys"])
+    make_keys(tmp_path / "keys")
+    with pytest.raises(ConfigError, match="a host that servers can reach"):
+        read(config_file, [f"security.keys={tmp_path}/keys", "sync.address=tcp://0.0.0.0:5702"])
+
+
+def test_no_secret_is_in_the_resolved_file(config_file, tmp_path):
+    make_keys(tmp_path / "keys")
+    text = dump(read(config_file, [f"security.keys={tmp_path}/keys"]))
+    assert f"keys: {tmp_path}/keys" in text
+    assert not any((tmp_path / f"keys/{role}.secret").read_text().strip() in text for role in ROLES)

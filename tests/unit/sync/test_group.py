@@ -13,8 +13,8 @@ CPU = torch.device("cpu")
 TIMEOUT_S = 1.0
 
 
-def seat(port, rank):
-    return Seat("127.0.0.1", port, 1, rank, 2, "gloo", TIMEOUT_S)
+def seat(port, rank, nonce="nonce"):
+    return Seat("127.0.0.1", port, 1, nonce, rank, 2, "gloo", TIMEOUT_S)
 
 
 def test_a_rank_that_never_comes_or_never_sends_is_waited_for_until_the_deadline():

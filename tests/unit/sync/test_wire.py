@@ -11,7 +11,7 @@ MESSAGES = [
     wire.Join(wire.SCHEMA, "run", "server-0", 2),
     wire.Welcome(wire.SCHEMA, 30.0),
     wire.Refuse("no"),
-    wire.Prepare(3, 0, 2, True, 4000, 1, 3, "gloo", 60.0, MANIFEST),
+    wire.Prepare(3, 0, 2, "0123abcd", True, 4000, 1, 3, "gloo", 60.0, MANIFEST),
     wire.Ready(3),
     wire.Loaded(3, 0, -5, 1.0, 0.5, 0.25),
     wire.Failed(3, "checksum", "bucket 1"),
@@ -32,22 +32,22 @@ def test_every_kind_has_an_example_above():
     assert {type(message) for message in MESSAGES} == set(wire.KINDS.values())
 
 
-def test_bytes_of_schema_1_still_decode():
-    stored = msgpack.packb({"kind": "JOIN", "schema": 1, "run_id": "r", "name": "n", "world_size": 1})
-    assert wire.decode(stored) == wire.Join(1, "r", "n", 1)
+def test_bytes_of_schema_2_still_decode():
+    stored = msgpack.packb({"kind": "JOIN", "schema": 2, "run_id": "r", "name": "n", "world_size": 1})
+    assert wire.decode(stored) == wire.Join(2, "r", "n", 1)
 
 
 @pytest.mark.parametrize(
     ("values", "field"),
     [
-        ({"kind": "JOIN", "schema": 2, "anything": 1}, "schema: 2"),
-        ({"kind": "JOIN", "schema": 1, "run_id": "r", "name": "n"}, "JOIN: expected the fields"),
-        ({"kind": "JOIN", "schema": 1, "run_id": 5, "name": "n", "world_size": 1}, "run_id"),
-        ({"kind": "JOIN", "schema": 1, "run_id": "r", "name": "n" * 300, "world_size": 1}, "name"),
-        ({"kind": "JOIN", "schema": 1, "run_id": "r", "name": "n", "world_size": 0}, "world_size"),
+        ({"kind": "JOIN", "schema": 1, "anything": 1}, "schema: 1"),
+        ({"kind": "JOIN", "schema": 2, "run_id": "r", "name": "n"}, "JOIN: expected the fields"),
+        ({"kind": "JOIN", "schema": 2, "run_id": 5, "name": "n", "world_size": 1}, "run_id"),
+        ({"kind": "JOIN", "schema": 2, "run_id": "r", "name": "n" * 300, "world_size": 1}, "name"),
+        ({"kind": "JOIN", "schema": 2, "run_id": "r", "name": "n", "world_size": 0}, "world_size"),
         ({"kind": "READY", "attempt": True}, "attempt"),
         ({"kind": "FAILED", "attempt": 1, "cause": "mood", "reason": ""}, "cause"),
-        ({"kind": "WELCOME", "schema": 1, "heartbeat_timeout_s": -1}, "heartbeat_timeout_s"),
+        ({"kind": "WELCOME", "schema": 2, "heartbeat_timeout_s": -1}, "heartbeat_timeout_s"),
         ({"kind": "SHUTDOWN"}, "kind"),
         ([1, 2], "expected a map"),
     ],
