@@ -69,7 +69,7 @@ def correct(
     any token whose ρ is below the veto.
 
     Args:
-        log_rho: [N], of single tokens.
+        log_rho: [N], of single tokens; a constant, and so is the weight.
         sequences: int64 [N], 0 to B - 1.
         of: What is tested and where it is bounded.
         level: Whose ρ is the weight; of `none` it is 1.
@@ -79,7 +79,6 @@ def correct(
     importance sampling (2008), dividing by the mean self-normalised importance sampling, masking single
     tokens IcePop's (arXiv 2510.18855).
     """
-    log_rho = log_rho.detach()
     low, high = of.band
     tested = at_level(log_rho, sequences, of.mask_level).exp()
     masked = (tested < low) | (tested > high)
