@@ -6,6 +6,17 @@ from typing import Literal
 BFLOAT16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16", "svebf16"}
 """Of /proc/cpuinfo, on x86 and on ARM: the processor multiplies bfloat16 itself."""
 
+COMPUTING_ENVIRONMENT = {
+    # Threads that sleep at barriers leave the core to whatever shares it: a learner beside an engine, any
+    # other work beside an offline stage. Those that spin, the default, keep it from the thread they wait for.
+    "OMP_WAIT_POLICY": "PASSIVE",
+    # Otherwise glibc maps memory anew for every large activation, and each page of it is a fault.
+    "MALLOC_MMAP_THRESHOLD_": str(32 << 20),
+    "MALLOC_TRIM_THRESHOLD_": str(4 << 30),
+    "MALLOC_TOP_PAD_": str(64 << 20),
+}
+"""Of a process that computes on CPU, from its start."""
+
 
 def has_gpu(devices: Path = Path("/dev")) -> bool:
     """Whether a CUDA device is there, without importing torch."""

@@ -11,10 +11,11 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from buffer.experiment import ConfigError, load
+from buffer.processor import COMPUTING_ENVIRONMENT
 from launch.experiment import missing_rows, model_folder
 from launch.history import History, Record
 from launch.local import conclude, deadlines, locked, write_config
-from launch.services import SLEEPING_THREADS, torchrun
+from launch.services import torchrun
 from launch.supervisor import POLL_S, Failure, Service, Supervisor
 from learner.offline.config import OfflineExperiment, OfflineLearnerConfig
 
@@ -70,7 +71,9 @@ def run_stage(experiment: OfflineExperiment, command: str, console: Console) -> 
             return 0
         config = write_config(experiment, console)
         command_line = [*torchrun(experiment.learner.processes), "learner.offline", str(config)]
-        learner = Service("learner", "learner", command_line, SLEEPING_THREADS, stop_signal_to="children")
+        learner = Service(
+            "learner", "learner", command_line, COMPUTING_ENVIRONMENT, stop_signal_to="children"
+        )
         title = f"[bold]slipstream {experiment.stage.kind}[/] {experiment.name} → {run_dir}"
         console.print(title, highlight=False, soft_wrap=True)
         with (

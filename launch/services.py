@@ -4,14 +4,11 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from buffer.processor import COMPUTING_ENVIRONMENT
 from launch.experiment import WholeExperiment, reward_models
 from launch.placement import split_cores, split_gpus, usable_cores, visible_gpus
 from launch.supervisor import Service
 from rollout.config import EngineConfig
-
-SLEEPING_THREADS = {"OMP_WAIT_POLICY": "PASSIVE"}
-"""Of a learner on CPU. Threads that sleep at barriers leave the core to whatever shares it: the engine in a
-run, any other work beside an offline stage. Those that spin keep it from the thread that they wait for."""
 
 
 def plan_services(e: WholeExperiment, config: Path) -> list[Service]:
@@ -69,7 +66,7 @@ def _learner(e: WholeExperiment, config: Path, share: int, environment: dict[str
     overrides: list[str] = []
     if not visible_gpus():
         overrides = [f"learner.threads={threads}"]
-        environment = environment | SLEEPING_THREADS | {"OMP_NUM_THREADS": str(threads)}
+        environment = environment | COMPUTING_ENVIRONMENT | {"OMP_NUM_THREADS": str(threads)}
     command = [*torchrun(e.learner.processes), "learner", str(config), *overrides]
     return Service("learner", "learner", command, environment, stop_signal_to="children")
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from buffer.processor import native_dtype
+from buffer.processor import COMPUTING_ENVIRONMENT, native_dtype
 from rollout.config import EngineConfig
 from rollout.engine import EngineFailed
 from rollout.orphans import children_without_ctrl_c, start_guard
@@ -112,9 +112,8 @@ def _set_environment(config: EngineConfig) -> None:
     os.environ["VLLM_CPU_OMP_THREADS_BIND"] = thread_binding(
         config.cores, ranks, sorted(os.sched_getaffinity(0))
     )
-    # By default OpenMP threads spin at every barrier. Where a learner or another server shares the cores, the
-    # spinning keeps away the very thread that is waited for.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    for name, value in COMPUTING_ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
