@@ -5,9 +5,11 @@ import sys
 
 from buffer.config import BufferExperiment
 from buffer.experiment import load
+from buffer.stacks import answer_with_stacks
 
 
 def main(arguments: list[str]) -> None:
+    answer_with_stacks()
     if not arguments or arguments[0].startswith("-"):
         sys.exit("usage: python -m buffer CONFIG [section.key=value …]")
     try:

@@ -151,6 +151,9 @@ class LoggingConfig(Section):
     samples_every: int = Field(default=10, ge=1)
     """Steps between the rollouts written to `samples.jsonl`."""
     level: Literal["DEBUG", "INFO", "WARNING"] = "INFO"
+    stalled_s: float = Field(default=600.0, gt=0)
+    """When nothing was generated, trained or evaluated for so long, `slipstream run` tells who waits for
+    whom, and where every thread is."""
 
 
 class Experiment(Section):

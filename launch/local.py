@@ -22,6 +22,7 @@ from launch.screen import Screen
 from launch.services import gpu_shares, plan_services
 from launch.summary import summarize
 from launch.supervisor import POLL_S, Failure, Service, Supervisor
+from launch.watchdog import Watchdog
 
 STOP_S = {"learner": 180.0, "rollout": 30.0, "scorer": 20.0, "buffer": 20.0}
 """After SIGTERM, in the order in which the roles stop: the learner tells the buffer of its last checkpoint,
@@ -71,9 +72,12 @@ def run(experiment: WholeExperiment, command: str, console: Console, plan: Plan 
 
 def watch(e: WholeExperiment, history: History, supervisor: Supervisor, screen: Screen) -> Failure | None:
     """Look after the services until all have ended, one has failed, or the user interrupts."""
+    watchdog = Watchdog(e, history, supervisor)
     while supervisor.running and not supervisor.interrupts:
         failure = supervisor.check()
         screen.update()
+        for line in watchdog.look():
+            screen.say(line)
         if failure:
             return failure
         if supervisor.ended("learner"):

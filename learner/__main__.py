@@ -7,10 +7,12 @@ import sys
 import warnings
 
 from buffer.experiment import ConfigError, load
+from buffer.stacks import answer_with_stacks
 from learner.config import LearnerExperiment
 
 
 def main() -> None:
+    answer_with_stacks()
     parser = argparse.ArgumentParser(prog="python -m learner", description=__doc__)
     parser.add_argument("config", help="the experiment's YAML file")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="override of a setting in the file")

@@ -6,6 +6,7 @@ import signal
 import sys
 
 from buffer.experiment import ConfigError, load
+from buffer.stacks import answer_with_stacks
 from rollout.config import RolloutExperiment
 
 
@@ -21,6 +22,7 @@ def start(prog: str, about: str | None, name_help: str, name: str | None) -> tup
     Raises:
         SystemExit: The file has a mistake; one line a mistake.
     """
+    answer_with_stacks()
     parser = argparse.ArgumentParser(prog=prog, description=about)
     parser.add_argument("config", help="the experiment's YAML file")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="override of a setting in the file")

@@ -6,7 +6,9 @@ shutdown drops it, and start, update, finish load what is staged. vLLM has no ca
 how far it is, so a worker extension adds one.
 """
 
+import faulthandler
 import logging
+import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -42,6 +44,7 @@ def register() -> None:
     if BACKEND not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(BACKEND, "sync.vllm_plugin", "StagingEngine")
         logging.getLogger(initialize_layerwise_reload.__module__).addFilter(_is_worth_a_warning)
+        faulthandler.register(signal.SIGUSR2, all_threads=True)  # as the services answer it
 
 
 def _is_worth_a_warning(record: logging.LogRecord) -> bool:
