@@ -315,11 +315,16 @@ def megatron_to_hf(
     model: Model = None,
     dtype: Dtype = None,
     averaged: Annotated[bool, typer.Option(help="The moving average of a run with learner.ema.")] = False,
+    value: Annotated[
+        bool, typer.Option("--value", help="PPO's value model; --model is then its folder.")
+    ] = False,
 ) -> None:
     """A Hugging Face folder, from any checkpoint."""
     from learner import conversion
 
-    conversion.megatron_to_hf(checkpoint, target, model, dtype, averaged)
+    if averaged and value:
+        raise ValueError("--averaged is of the policy and --value the value model; give one of them")
+    conversion.megatron_to_hf(checkpoint, target, model, dtype, averaged, value)
     typer.echo(f"written: {target}")
 
 
@@ -331,11 +336,12 @@ def reshard(
     pipeline: Pipeline = 1,
     expert: Expert = 1,
     model: Model = None,
+    value_model: Annotated[Path | None, typer.Option(help="The same of PPO's value model.")] = None,
 ) -> None:
     """The same checkpoint, optimizer too, stored as another layout would have written it."""
     from learner import conversion
 
-    conversion.reshard(checkpoint, target, _layout(tensor, pipeline, expert), model)
+    conversion.reshard(checkpoint, target, _layout(tensor, pipeline, expert), model, value_model)
     typer.echo(f"written: {target}")
 
 

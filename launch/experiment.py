@@ -33,7 +33,7 @@ from buffer.experiment import (
 from buffer.keys import KeysError, check_keys
 from buffer.router import unguarded
 from launch.demo_model import MODEL_DIR
-from learner.config import LearnerConfig, LearnerExperiment
+from learner.config import LearnerConfig, LearnerExperiment, TrainingConfig
 from learner.offline.config import OfflineExperiment
 from rollout.config import FunctionReward, ModelReward, RolloutConfig, RolloutExperiment, engine_faults
 from rollout.scorer import folder
@@ -222,7 +222,7 @@ def read(path: str | Path, overrides: list[str], services: Iterable[str] = SERVI
     if "rollout" in services or "learner" in services:
         reasons += model_folder(experiment.model)
     if "learner" in services:
-        reasons += _checkpoint(experiment.learner.init_from) + _missing(_texts(experiment))
+        reasons += missing_start(experiment.learner) + _missing(_texts(experiment))
         if experiment.learner.value is not None:
             reasons += model_folder(experiment.model, "learner.value.path", experiment.learner.value.path)
     if "scorer" in services:
@@ -280,7 +280,8 @@ def _files(key: str, folder: Path) -> list[str]:
     return []
 
 
-def _checkpoint(path: str | None) -> list[str]:
+def missing_start(learner: TrainingConfig) -> list[str]:
+    path = learner.init_from
     if path is None or (Path(path) / "meta.json").is_file():
         return []
     return [f"learner.init_from={path}: no meta.json in it, expected a checkpoint of `slipstream convert`"]

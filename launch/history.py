@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from learner.config import DATA_END
+
 Record = dict[str, Any]
 
 
@@ -86,6 +88,12 @@ class History:
         fresh = [r for r in records if float(r.get("time", 0)) > self._newest]
         self._newest = max([self._newest, *(float(r.get("time", 0)) for r in fresh)])
         return fresh
+
+    @property
+    def data_end(self) -> int | None:
+        """The last step, where the data ended behind it and no other was made since."""
+        path, last = self.run_dir / DATA_END, max(self.steps, default=0)
+        return last if path.is_file() and json.loads(path.read_text())["step"] == last else None
 
     def since_opened(self, lines: list[Record]) -> list[Record]:
         """Those written after this history was opened, not by an earlier start of the run."""

@@ -100,7 +100,7 @@ def _ended_early(e: WholeExperiment, history: History, supervisor: Supervisor) -
     if not history.steps or max(history.steps) >= e.learner.steps:
         return None
     history.refresh()
-    if max(history.steps) >= e.learner.steps:
+    if max(history.steps) >= e.learner.steps or history.data_end is not None:
         return None
     (learner,) = (c for c in supervisor.children if c.service.role == "learner")
     reason = f"ended at step {max(history.steps)} of {e.learner.steps}"
@@ -142,12 +142,23 @@ def writing(run_dir: Path) -> Iterator[None]:
 
 
 def is_finished(e: WholeExperiment, history: History) -> bool:
-    """Whether all steps are made, the last version is evaluated, and the model is written."""
-    if not history.steps or max(history.steps) < e.learner.steps:
+    """Whether all steps are made that there is data for, the last version is evaluated, and the model is
+    written."""
+    last = _last_step(e, history)
+    if not history.steps or max(history.steps) < last:
         return False
-    evaluated = e.eval is None or e.learner.steps in history.scores
+    evaluated = e.eval is None or last in history.scores
     written = not e.learner.checkpoint.export or (Path(e.run_dir) / "model" / "config.json").exists()
     return evaluated and written
+
+
+def _last_step(e: WholeExperiment, history: History) -> int:
+    """`learner.steps`, unless the data ended before, of which there is no more now."""
+    end, config = history.data_end, Path(e.run_dir) / "config.yaml"
+    if end is None or not config.is_file():
+        return e.learner.steps
+    epochs = yaml.safe_load(config.read_text())["data"]["epochs"]
+    return min(end, e.learner.steps) if epochs == e.data.epochs else e.learner.steps
 
 
 def settle(e: WholeExperiment) -> WholeExperiment:
@@ -251,9 +262,11 @@ def conclude(
 
 
 def _tell_finished(e: WholeExperiment, console: Console) -> int:
-    console.print(summarize(Path(e.run_dir)).text(), highlight=False, markup=False, soft_wrap=True)
+    summary = summarize(Path(e.run_dir))
+    console.print(summary.text(), highlight=False, markup=False, soft_wrap=True)
+    more = "learner.steps" if summary.steps >= e.learner.steps else "data.epochs"
     console.print(
-        f"{e.run_dir} is finished. To train on, raise learner.steps; to start afresh, take another run_dir",
+        f"{e.run_dir} is finished. To train on, raise {more}; to start afresh, take another run_dir",
         highlight=False, markup=False, soft_wrap=True,
     )  # fmt: skip
     return 0

@@ -12,7 +12,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from buffer.experiment import ConfigError, load
 from buffer.processor import COMPUTING_ENVIRONMENT
-from launch.experiment import missing_rows, model_folder
+from launch.experiment import missing_rows, missing_start, model_folder
 from launch.history import History, Record
 from launch.local import conclude, deadlines, locked, write_config
 from launch.services import torchrun
@@ -44,6 +44,7 @@ def read_stage(path: str | Path, overrides: list[str], kind: str) -> OfflineExpe
     """
     experiment = load_stage(path, overrides, kind)
     reasons = missing_rows(experiment) + model_folder(experiment.model)
+    reasons += missing_start(experiment.learner)
     if reasons:
         raise ConfigError("\n".join(f"{path}: {reason}" for reason in reasons))
     return experiment

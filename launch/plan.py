@@ -2,19 +2,20 @@
 
     slipstream plan CONFIG --devices 8 --device-gib 80
 
-Rank kinds: the learner's pipeline stages (global rank 0 apart, because it publishes) and the rollout servers'
-engine ranks.
+Rank kinds: the learner's pipeline stages (global rank 0 apart, because it publishes), and the engine ranks of
+scorers and of rollout servers.
 """
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from launch.experiment import WholeExperiment, read
+from launch.experiment import WholeExperiment, read, reward_models
 from learner import budget, families
 from learner.budget import Machine, MicroBatch
 from learner.config import LearnerConfig
 from learner.families import Family
 from rollout.config import EngineConfig, runs_on_cpu
+from rollout.scorer.folder import longest
 
 GIB = 1 << 30
 WEIGHT_BYTES = {"bfloat16": 2, "float32": 4}
@@ -111,7 +112,8 @@ class Plan:
 
 
 def plan(config: Path, overrides: list[str], target: Target) -> Plan:
-    """Read an experiment and plan it; only config.json of its model, and of its value model, must exist here.
+    """Read an experiment and plan it; of its model, its value model and its reward models only config.json
+    must exist here.
 
     Raises:
         ConfigError: A mistake in the experiment.
@@ -127,7 +129,8 @@ def of(experiment: WholeExperiment, family: Family, target: Target) -> Plan:
     family.check_layout(experiment.learner.parallel)
     if experiment.learner.value is not None:
         families.read(experiment.learner.value.path, "score").check_layout(experiment.learner.parallel)
-    kinds = (*_learner(experiment, family, target), _server(experiment, family, target))
+    servers = (*_scorers(experiment, target), _server(experiment, family, target))
+    kinds = (*_learner(experiment, family, target), *servers)
     return Plan(experiment, family, target, kinds)
 
 
@@ -181,11 +184,18 @@ def _stage(
     count = budget.parameters(family, layout, stage)
     weights = float(count * machine.weight_bytes)
     parts = _optimizers(family, learner, stage)
+    trained = count
+    if learner.lora is not None:
+        trained = budget.adapter_parameters(family, learner.lora, layout)
+        parts = _shared([(trained, _copies(learner))], learner)
     optimizer = _optimizer_bytes(parts, machine)
-    held = {"weights": weights, "gradients": float(count * budget.FLOAT32), "optimizer": optimizer}
+    held = {"weights": weights}
+    if learner.lora is not None:
+        held["adapters"] = float(trained * machine.weight_bytes)
+    held |= {"gradients": float(trained * budget.FLOAT32), "optimizer": optimizer}
     if learner.ema is not None:
         held["average (EMA)"] = sum(number * budget.FLOAT32 / sharing for number, sharing in parts)
-    if learner.algorithm.needs_reference:
+    if learner.algorithm.needs_reference and learner.lora is None:
         held["reference model"] = weights
     value = families.read(learner.value.path, "score") if learner.value is not None else None
     gathered = [budget.gathered_optimizer_bytes(parts, target.gpu)]
@@ -210,11 +220,12 @@ def _stage(
     if publishing:
         moments["publishing"] = publishing
     # A checkpoint is copied to the host before it is written.
-    host = {"checkpoint": weights + optimizer} if target.gpu else {}
+    saved = float(trained * machine.weight_bytes)
+    host = {"checkpoint": saved + optimizer} if target.gpu else {}
     if layout.distributed_optimizer:
         on_device, beside = max(gathered)
         moments["checkpoint"] = {"gathered optimizer": on_device}
-        host = {"checkpoint": weights + beside} if target.gpu else {}
+        host = {"checkpoint": saved + beside} if target.gpu else {}
     return RankKind(name, ranks, held, moments, host)
 
 
@@ -224,12 +235,20 @@ def _optimizers(family: Family, learner: LearnerConfig, stage: int) -> list[tupl
     Experts have their own: a rank's are copied on those ranks of its stage alone that hold the same ones.
     """
     layout = learner.parallel
-    ranks = learner.processes // layout.pipeline
     count, experts = budget.parameters(family, layout, stage), budget.expert_parameters(family, layout)
-    parts = [(count - experts, ranks // layout.tensor)]
+    parts = [(count - experts, _copies(learner))]
     if experts:
-        parts.append((experts, ranks // layout.expert))
-    return parts if layout.distributed_optimizer else [(weights, 1) for weights, _ in parts]
+        parts.append((experts, learner.processes // layout.pipeline // layout.expert))
+    return _shared(parts, learner)
+
+
+def _copies(learner: LearnerConfig) -> int:
+    """Data-parallel ranks."""
+    return learner.processes // learner.parallel.pipeline // learner.parallel.tensor
+
+
+def _shared(parts: list[tuple[int, int]], learner: LearnerConfig) -> list[tuple[int, int]]:
+    return parts if learner.parallel.distributed_optimizer else [(weights, 1) for weights, _ in parts]
 
 
 def _optimizer_bytes(parts: list[tuple[int, int]], machine: Machine) -> float:
@@ -264,7 +283,8 @@ def server_parameters(family: Family, engine: EngineConfig) -> int:
     layer = attention + mlps + 2 * family.hidden
     multiple = VLLM_VOCAB_MULTIPLE
     table = -(-family.vocab // multiple) * multiple * family.hidden // tensor
-    tables = 1 if family.tied or pipeline > 1 else 2
+    # A reward model has a row in the place of its output layer.
+    tables = 1 if family.tied or pipeline > 1 or family.head == "score" else 2
     return layer * -(-family.layers // pipeline) + tables * table + family.hidden
 
 
@@ -277,20 +297,49 @@ def kv_bytes_per_token(family: Family, engine: EngineConfig, element_bytes: int)
 def _server(experiment: WholeExperiment, family: Family, target: Target) -> RankKind:
     engine, length = experiment.rollout.engine, experiment.model.max_length
     size = WEIGHT_BYTES[experiment.model.dtype]
-    ranks = engine.tensor_parallel * engine.pipeline_parallel
+    kind = _engine("rollout server rank", experiment.rollout.servers, family, engine, size, length, target)
+    staging = float(budget.whole_parameters(family) * size)
+    if target.gpu:
+        landing = {"landing bucket": float(_bucket_bytes(experiment, True))}
+        return replace(kind, held=kind.held | landing, host={"staging (pinned)": staging})
+    return replace(kind, held=kind.held | {"staging": staging})
+
+
+def _scorers(experiment: WholeExperiment, target: Target) -> list[RankKind]:
+    """One engine of each reward model; nothing is published to it."""
+    return [
+        _engine(
+            f"scorer {name} rank",
+            1,
+            families.read(reward.model, "score"),
+            reward.engine,
+            WEIGHT_BYTES[reward.dtype],
+            longest(experiment.model, reward),
+            target,
+        )
+        for name, reward in reward_models(experiment).items()
+    ]
+
+
+def _engine(
+    name: str, engines: int, family: Family, engine: EngineConfig, size: int, length: int, target: Target
+) -> RankKind:
+    """Ranks of so many vLLMs that hold a model.
+
+    Args:
+        size: Bytes of a weight, and of a number in the cache.
+        length: Longest sequence in tokens.
+    """
     weights = float(server_parameters(family, engine) * size)
     forward = float(_forward_pass(family, engine, size))
-    staging = float(budget.whole_parameters(family) * size)
     held = {"weights": weights, "forward pass (estimate)": forward}
     if target.gpu:
         # vLLM gives its cache whatever its share of the device leaves.
-        share = engine.gpu_memory_utilization * target.device_gib * GIB
-        cache = share - weights - forward
-        held |= {"KV cache": max(0.0, cache), "landing bucket": float(_bucket_bytes(experiment, True))}
-        host = {"staging (pinned)": staging}
+        cache = engine.gpu_memory_utilization * target.device_gib * GIB - weights - forward
+        held["KV cache"] = max(0.0, cache)
     else:
-        cache, host = engine.kv_cache_gib * GIB, {}
-        held |= {"KV cache": cache, "staging": staging, "runtime (assumed)": RUNTIME_GIB["cpu"] * GIB}
+        cache = engine.kv_cache_gib * GIB
+        held |= {"KV cache": cache, "runtime (assumed)": RUNTIME_GIB["cpu"] * GIB}
     tokens = int(max(0.0, cache) // kv_bytes_per_token(family, engine, size))
     at_once = tokens // length
     notes = (f"{tokens:,} tokens of KV cache, {at_once} sequences of {length} at once",)
@@ -301,9 +350,8 @@ def _server(experiment: WholeExperiment, family: Family, target: Target) -> Rank
         impossible = "vLLM's CPU build cannot serve with pipeline_parallel above 1 and enforce_eager"
     elif at_once == 0:
         impossible = f"no room for the KV cache of one sequence of {length} tokens"
-    return RankKind(
-        "rollout server rank", experiment.rollout.servers * ranks, held, {}, host, notes, impossible
-    )
+    ranks = engines * engine.tensor_parallel * engine.pipeline_parallel
+    return RankKind(name, ranks, held, notes=notes, impossible=impossible)
 
 
 def _forward_pass(family: Family, engine: EngineConfig, element_bytes: int) -> int:
@@ -312,5 +360,7 @@ def _forward_pass(family: Family, engine: EngineConfig, element_bytes: int) -> i
     if family.mixture is not None:
         inner = family.mixture.chosen * (inner + family.hidden)
     layer = VLLM_BATCHED_TOKENS * (4 * family.hidden + inner) * element_bytes
+    if family.head == "score":
+        return layer
     logits = engine.max_num_seqs * family.vocab * (element_bytes + 2 * budget.FLOAT32)
     return max(layer, logits)

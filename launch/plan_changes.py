@@ -127,10 +127,14 @@ def _devices(plan: Plan) -> list[str]:
         return []
     engine, learner = plan.experiment.rollout.engine, plan.experiment.learner.processes
     each = engine.tensor_parallel * engine.pipeline_parallel
-    servers = (there - learner) // each
+    scorers = sum(kind.ranks for kind in _kinds(plan, "scorer"))
+    servers = (there - learner - scorers) // each
     if servers >= 1:
         return [f"devices: set rollout.servers={servers}, or take {plan.devices} devices"]
-    return [f"devices: take {learner + each} at least, {learner} for the learner and {each} for one server"]
+    needs = f"{learner} for the learner and {each} for one server"
+    if scorers:
+        needs = f"{learner} for the learner, {scorers} for the scorers and {each} for one server"
+    return [f"devices: take {learner + scorers + each} at least, {needs}"]
 
 
 def _text(value: Any) -> str:

@@ -135,7 +135,8 @@ class Alarms:
 
 
 def phase_of(e: WholeExperiment, history: History) -> str:
-    if history.steps and max(history.steps) >= e.learner.steps:
+    made = max(history.steps, default=0)
+    if made and (made >= e.learner.steps or history.data_end is not None):
         return "last evaluation" if e.eval else "finishing"
     if history.steps and history.since_opened([history.steps[max(history.steps)]]):
         return "training"

@@ -18,6 +18,8 @@ class Summary:
     run_dir: str
     steps: int
     total_steps: int
+    data_ended: bool
+    """Whether the data ended behind the last of the steps."""
     training_seconds: float
     """Time of the recorded steps; pauses between restarts are not in it."""
     first_score: float | None
@@ -49,7 +51,7 @@ class Summary:
 
     @property
     def finished(self) -> bool:
-        return self.steps >= self.total_steps
+        return self.steps >= self.total_steps or self.data_ended
 
     @property
     def target_reached(self) -> bool | None:
@@ -72,9 +74,10 @@ class Summary:
 
     def rows(self) -> list[tuple[str, str]]:
         """What, and its value, for people."""
+        ended = "; the data ended behind them" if self.data_ended else ""
         generated, trained = self.server_tokens_per_second, self.learner_tokens_per_second
         rows = [
-            ("steps", f"{self.steps} of {self.total_steps} in {clock(self.training_seconds)}"),
+            ("steps", f"{self.steps} of {self.total_steps} in {clock(self.training_seconds)}{ended}"),
             ("reward", _say("{:.3f} first step → {:.3f} last step", self.reward_first, self.reward_last)),
             *((f"  {name}", _say("{:.3f} → {:.3f}", *ends)) for name, ends in self._shown_parts()),
             ("samples", _say("{:.2f} a second", self.samples_per_second)),
@@ -158,6 +161,7 @@ def summarize(run_dir: Path, history: History | None = None) -> Summary:
         run_dir=str(run_dir),
         steps=max(history.steps, default=0),
         total_steps=config["learner"]["steps"],
+        data_ended=history.data_end is not None,
         training_seconds=seconds,
         first_score=scores[versions[0]] if versions else None,
         last_score=scores[versions[-1]] if versions else None,

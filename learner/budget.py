@@ -10,7 +10,7 @@ really take.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from learner.config import LearnerConfig, ParallelConfig
+from learner.config import LearnerConfig, LoraConfig, ParallelConfig
 from learner.families import Family
 
 FLOAT32 = 4
@@ -103,6 +103,29 @@ def parameters(family: Family, layout: ParallelConfig, stage: int) -> int:
     return count
 
 
+def adapter_parameters(family: Family, lora: LoraConfig, layout: ParallelConfig) -> int:
+    """Of one rank: A and B of its stage's adapters. Of a column-parallel linear A is on every tensor rank
+    whole, of a row-parallel one B."""
+    hidden, tensor = family.hidden, layout.tensor
+    queries, keys = family.heads * family.head_dim, family.kv_heads * family.head_dim
+    columns = {"q_proj": queries, "k_proj": keys, "v_proj": keys}
+    columns |= {"gate_proj": family.ffn, "up_proj": family.ffn}
+    rows = {"o_proj": queries, "down_proj": family.ffn}
+    width = sum(hidden + columns[name] // tensor for name in lora.modules if name in columns)
+    width += sum(rows[name] // tensor + hidden for name in lora.modules if name in rows)
+    return lora.rank * width * (family.layers // layout.pipeline)
+
+
+def fused_weight_bytes(family: Family, tensor: int, machine: Machine) -> int:
+    """The largest weight of a layer while its adapter is fused with it: the sum in float32, and a float32
+    copy of a narrower weight beside it."""
+    queries, keys = family.heads * family.head_dim, family.kv_heads * family.head_dim
+    largest = (
+        family.hidden * max(queries + 2 * keys, 2 * family.ffn if family.mixture is None else 0) // tensor
+    )
+    return largest * FLOAT32 * (2 if machine.weight_bytes < FLOAT32 else 1)
+
+
 def whole_parameters(family: Family) -> int:
     """Of the model as it is published: tied embeddings once."""
     return parameters(family, ParallelConfig(), 0)
@@ -185,13 +208,15 @@ def layer_workspace(family: Family, tensor: int, batch: MicroBatch, machine: Mac
     return batch.tokens * (2 * family.hidden + widest) * machine.compute_bytes
 
 
-def output_bytes(family: Family, tensor: int, batch: MicroBatch, machine: Machine) -> tuple[int, int]:
+def output_bytes(
+    family: Family, tensor: int, batch: MicroBatch, machine: Machine, frozen: bool = False
+) -> tuple[int, int]:
     """Of the output layer: what it keeps for the backward pass, and what either pass takes for a moment.
 
     Kept are the inputs of the final norm and of the projection, and float32 logits of whole chunks up to
     KEPT_NUMBERS. Forward a chunk's exponentials come beside it; backward the weight's gradient is built in
     the type of the activations, and copied once when the logits are gone. Chunks beyond the bound are there
-    only while they are worked on.
+    only while they are worked on. A frozen weight has no gradient.
     """
     rows = -(-family.vocab // tensor)
     chunk_rows = max(1, CHUNK_NUMBERS // rows)
@@ -205,6 +230,7 @@ def output_bytes(family: Family, tensor: int, batch: MicroBatch, machine: Machin
     # Slopes of another type than float32 are a copy; so are weights of another type than the activations.
     narrowed = chunk * machine.compute_bytes if machine.compute_bytes < FLOAT32 else 0
     widened = gradient if machine.compute_bytes != machine.weight_bytes else 0
+    gradient = 0 if frozen else gradient
     forward = chunk * FLOAT32 + passing
     backward = max(gradient + passing + narrowed, 2 * gradient - logits) + grad_inputs
     return inputs + logits, widened + max(forward, backward)
@@ -242,9 +268,13 @@ def stage_activations(
     layer = {"gradients of a layer": layer_workspace(family, tensor, batch, machine)}
     if learner.recompute:
         layer["a layer computed again"] = layer_activations(family, tensor, batch, machine)
+    # A value model has none.
+    adapted = learner.lora is not None and family.head == "vocabulary"
+    if adapted:
+        layer["a fused weight"] = fused_weight_bytes(family, tensor, machine)
     output: dict[str, int] = {}
     if stage == learner.parallel.pipeline - 1 and family.head == "vocabulary":
-        kept, moment = output_bytes(family, tensor, batch, machine)
+        kept, moment = output_bytes(family, tensor, batch, machine, frozen=adapted)
         output = {"logits and output layer": kept, "work on logits": moment}
     fuller = max(output, layer, key=lambda part: sum(part.values()))
     return kept_activations(family, learner, stage, batch, machine) | fuller

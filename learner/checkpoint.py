@@ -16,12 +16,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from safetensors import SafetensorError
 from torch.distributed.checkpoint.api import CheckpointException
 
-from learner import collectives, optimizer_resume, parallel
+from learner import collectives, generators, optimizer_resume, parallel
 from learner.checkpoint_files import EMA, META, VALUE, DamagedCheckpoint, complete, read_meta, verify
 from learner.optimizer import Trainable
 
@@ -41,6 +40,12 @@ class Setup:
     config_digest: str
     model: str
     """Hugging Face folder with its config and tokenizer."""
+    lora: dict[str, Any] | None = None
+    """Of the adapters, which are then all that it holds; None where every weight is trained."""
+    init_from: str | None = None
+    """The checkpoint that the weights were first read from; None: the model's folder."""
+    value_model: str | None = None
+    """Folder that the value model started from, if there is one."""
 
 
 class CheckpointNotWritten(OSError):
@@ -101,7 +106,7 @@ class Checkpoints:
         if trainable.ema is not None:
             _make(temporary / EMA)
             dist_checkpointing.save(trainable.ema.sharded_state(loading=False), str(temporary / EMA))
-        _save_generators(temporary)
+        generators.save(temporary)
         dist.barrier()
 
     def _complete(
@@ -171,6 +176,11 @@ class Checkpoints:
                     f"{path}: written with {section}.{name}={theirs}, this run has {ours}; "
                     "set it back, or start again in another run_dir"
                 )
+        if meta.get("lora") != self._setup.lora:
+            raise ValueError(
+                f"{path}: written with learner.lora={_told(meta.get('lora'))}, this run has "
+                f"{_told(self._setup.lora)}; set it back, or start again in another run_dir"
+            )
         if meta["config_digest"] != self._setup.config_digest and parallel.rank() == 0:
             logger.warning("%s was written under another configuration; this run's is used", path)
         if value is not None and not (path / VALUE).is_dir():
@@ -190,19 +200,19 @@ class Checkpoints:
             if self._setup.distributed_optimizer:
                 optimizer_resume.prepare(part.optimizer)
             state: Any = dist_checkpointing.load(self._state(part, loading=True), str(folder))
-            _unwrapped(part).load_state_dict(state["model"], strict=True)
+            _fill(_unwrapped(part), state["model"])
             optimizer_resume.complete_loaded(part.optimizer, state["optimizer"])
             part.optimizer.load_state_dict(state["optimizer"])
         # Checkpoints of before there were experts do not tell how many ranks shared them.
         sizes = {"expert": 1, **meta}
         if all(sizes[n] == getattr(self._setup, n) for n in ("tensor", "pipeline", "expert", "data")):
-            _load_generators(path)
+            generators.load(path)
         if parallel.rank() == 0:
             logger.info("resumed from %s", path)
 
     def _state(self, trainable: Trainable, loading: bool) -> dict[str, Any]:
         """What is saved, described shard by shard."""
-        model = _unwrapped(trainable).sharded_state_dict(prefix="")
+        model = _described(_unwrapped(trainable))
         fields: dict[str, Any] = {}
         if self._setup.distributed_optimizer:
             fields["metadata"] = {
@@ -211,6 +221,30 @@ class Checkpoints:
             }
         optimizer = trainable.optimizer.sharded_state_dict(model, is_loading=loading, **fields)
         return {"model": model, "optimizer": optimizer}
+
+
+def _described(model: Any) -> dict[str, Any]:
+    """A model's weights as the format describes them; the frozen ones of a model with adapters are left out,
+    since the run's start has them."""
+    described = model.sharded_state_dict(prefix="")
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    whole = len(trained) == sum(1 for _ in model.parameters())
+    return described if whole else {name: place for name, place in described.items() if name in trained}
+
+
+def _fill(model: Any, state: dict[str, Any]) -> None:
+    """The reverse."""
+    frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
+    missing, unknown = model.load_state_dict(state, strict=not frozen)
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert not unknown, unknown
+    assert not trained & set(missing), missing
+
+
+def _told(lora: dict[str, Any] | None) -> str:
+    if lora is None:
+        return "null"
+    return f"{{rank: {lora['rank']}, alpha: {lora['alpha']:g}, modules: [{', '.join(lora['modules'])}]}}"
 
 
 def reason_of(error: BaseException) -> str:
@@ -255,26 +289,3 @@ def _make(folder: Path) -> None:
 def _unwrapped(trainable: Trainable) -> Any:
     """The model inside the data-parallel wrapper."""
     return trainable.model.module
-
-
-def _generators_file(path: Path) -> Path:
-    return path / f"rng-{parallel.rank():05d}.safetensors"
-
-
-def _save_generators(path: Path) -> None:
-    from megatron.core.tensor_parallel import get_cuda_rng_tracker
-    from safetensors.torch import save_file
-
-    tracker: Any = get_cuda_rng_tracker()
-    named = {f"tracker.{k}": v for k, v in tracker.get_states().items()}
-    save_file({"torch": torch.get_rng_state(), **named}, _generators_file(path))
-
-
-def _load_generators(path: Path) -> None:
-    from megatron.core.tensor_parallel import get_cuda_rng_tracker
-    from safetensors.torch import load_file
-
-    states = load_file(_generators_file(path))
-    torch.set_rng_state(states.pop("torch"))
-    tracker: Any = get_cuda_rng_tracker()
-    tracker.set_states({k.removeprefix("tracker."): v for k, v in states.items()})

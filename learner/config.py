@@ -1,8 +1,8 @@
 """The learner's section of the experiment file."""
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal, Self, get_args
 
-from pydantic import AfterValidator, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, ConfigDict, Field, field_validator, model_validator
 
 from buffer.config import BufferConfig
 from buffer.dotted import named
@@ -13,6 +13,9 @@ from sync.config import SyncConfig
 
 INTERPOLATED_STALENESS = 10
 """Versions over which the proximal policy may be interpolated (arXiv 2512.06547 tried up to 8)."""
+
+DATA_END = "data_end.json"
+"""Written into the folder of a run whose data ended before its last step: {"step": how many were made}."""
 
 
 class ParallelConfig(Section):
@@ -122,6 +125,30 @@ class EmaConfig(Section):
     """How much of the average stays at each optimizer step; 0.992 is DeepSpeed-Chat's."""
 
 
+Adapted = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+"""Linears of a layer that may have adapters, by Hugging Face's names."""
+
+
+class LoraConfig(Section):
+    """Low-rank adapters (arXiv 2106.09685): W + alpha / rank · B · A with W frozen. There is no dropout: it
+    would train another policy than the one that sampled."""
+
+    rank: int = Field(default=16, ge=1)
+    alpha: float = Field(default=32.0, gt=0)
+    modules: tuple[Adapted, ...] = get_args(Adapted)
+
+    @field_validator("modules")
+    @classmethod
+    def _once_each(cls, value: tuple[Adapted, ...]) -> tuple[Adapted, ...]:
+        if not value:
+            raise ValueError("expected at least one")
+        return tuple(sorted(set(value), key=get_args(Adapted).index))
+
+    @property
+    def scale(self) -> float:
+        return self.alpha / self.rank
+
+
 class TrainingConfig(Section):
     """What every training job has, of reinforcement learning and of the offline stages."""
 
@@ -140,6 +167,11 @@ class TrainingConfig(Section):
     optimizer: OptimizerConfig = OptimizerConfig()
     ema: EmaConfig | None = None
     """null keeps no average."""
+    lora: LoraConfig | None = None
+    """null trains every weight. A value model's are all trained either way."""
+    init_from: str | None = None
+    """A Megatron checkpoint whose weights the model and its reference start from, of `slipstream convert
+    hf-to-megatron` or of another run, under whatever layout; model.path still gives config and tokenizer."""
     checkpoint: CheckpointConfig = CheckpointConfig()
 
     @model_validator(mode="after")
@@ -166,9 +198,6 @@ class LearnerConfig(TrainingConfig):
     """Policy versions to make."""
     updates_per_batch: int = Field(default=1, ge=1)
     """Optimizer steps per batch, each on its share of the groups."""
-    init_from: str | None = None
-    """A Megatron checkpoint whose weights the policy and its reference start from, of `slipstream convert
-    hf-to-megatron` or of another run, under whatever layout; model.path still gives config and tokenizer."""
     loop: Annotated[str, AfterValidator(named())] | None = None
     """`package.module:function` of your own in the place of the main loop, called as f(flow) on every rank
     and written in the verbs of `learner.flow.Flow`."""

@@ -9,12 +9,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from learner import families
 from learner.checkpoint_files import EMA, VALUE, check, complete, named_meta
+from learner.checkpoint_weights import open_checkpoint, stored_head
 from learner.config import ParallelConfig
 from learner.families import Family
 from learner.megatron_folder import (
@@ -36,6 +38,7 @@ def hf_to_megatron(source: Path, target: Path, layout: ParallelConfig, dtype: st
     """Write a Hugging Face folder's weights as a checkpoint that `learner.init_from` takes.
 
     Args:
+        source: A language model or a reward model.
         layout: The chunks are cut for it; the checkpoint loads under every other one too.
         dtype: Torch's name; None keeps the folder's.
 
@@ -44,7 +47,7 @@ def hf_to_megatron(source: Path, target: Path, layout: ParallelConfig, dtype: st
             are mixed, or `target` exists.
     """
     _refuse_existing(target)
-    family = families.read(source)
+    family = families.read(source, families.own_head(source))
     family.check_layout(layout)
     folder = SafetensorsFolder(source)
     wholes = [whole for slot in slots(family, ParallelConfig()) for whole in slot.whole]
@@ -71,58 +74,80 @@ def megatron_to_hf(
     model: Path | None = None,
     dtype: str | None = None,
     averaged: bool = False,
+    value: bool = False,
 ) -> None:
-    """Write a checkpoint's weights as a Hugging Face folder.
+    """Write a checkpoint's weights as a Hugging Face folder; adapters are fused with what they belong to.
 
     Args:
         checkpoint: Of a run or of `hf_to_megatron`; under whatever layout it was written.
         model: Folder with the config and the tokenizer; None takes the one that meta.json names.
         dtype: Torch's name; None keeps the checkpoint's.
         averaged: Instead of the weights their moving average, of a run with `learner.ema`.
+        value: Instead of the policy its value model, of a run with `learner.value`.
 
     Raises:
-        ValueError: It is no checkpoint, is damaged, has no average, or does not fit the model's config, or
-            `target` exists.
+        ValueError: It is no checkpoint, is damaged, has no average or no value model, or does not fit the
+            model's config, or `target` exists.
     """
     _refuse_existing(target)
-    source = _model_folder(checkpoint, model)
-    family, meta = families.read(source), check(checkpoint)
+    source = _model_folder(checkpoint, model, "value_model" if value else "model")
+    meta = check(checkpoint)
     if averaged and not (checkpoint / EMA).is_dir():
         raise ValueError(f"{checkpoint}: no average of the weights in it; its run had no learner.ema")
-    folder = MegatronFolder(checkpoint / EMA if averaged else checkpoint, family)
+    if value and not (checkpoint / VALUE).is_dir():
+        raise ValueError(f"{checkpoint}: no value model in it; its run had no learner.value")
+    family = families.read(source, "score" if value else stored_head(checkpoint))
+    folder: WholeTensors = (
+        MegatronFolder(checkpoint / VALUE, family)
+        if value
+        else open_checkpoint(checkpoint, family, model, averaged)
+    )
     specs: list[TensorSpec] = []
     for name, shape in (whole for slot in slots(family, ParallelConfig()) for whole in slot.whole):
         folder.check(name, shape)
         specs.append(TensorSpec(name, dtype or meta["dtype"], shape))
     tensors = ((spec.name, folder.read(spec.name, slice(None))) for spec in specs)
-    write_folder(target, source, specs, tensors)
+    amend = partial(families.score_config, family) if family.head == "score" else None
+    write_folder(target, source, specs, tensors, amend)
 
 
-def reshard(checkpoint: Path, target: Path, layout: ParallelConfig, model: Path | None = None) -> None:
-    """Write a checkpoint again, optimizer state too, cut for another layout.
+def reshard(
+    checkpoint: Path,
+    target: Path,
+    layout: ParallelConfig,
+    model: Path | None = None,
+    value_model: Path | None = None,
+) -> None:
+    """Write a checkpoint again, optimizer state and value model too, cut for another layout.
 
     It would load there as it is. Cut anew each rank reads its own chunks and nothing else; a chunk is always
     read whole.
 
     Args:
-        model: As for `megatron_to_hf`.
+        model: As for `megatron_to_hf`; `value_model` the same for the value model.
 
     Raises:
-        ValueError: As `megatron_to_hf`, or the layout does not divide the model, or `target` exists, or there
-            is a value model in it.
+        ValueError: As `megatron_to_hf`, or the layout does not divide the model, or `target` exists, or it
+            holds adapters.
     """
     _refuse_existing(target)
+    folders = {"": _model_folder(checkpoint, model, "model")}
     if (checkpoint / VALUE).is_dir():
+        folders[VALUE] = _model_folder(checkpoint, value_model, "value_model")
+    meta = check(checkpoint)
+    if meta.get("lora"):
         raise ValueError(
-            f"{checkpoint}: it holds a value model too, which is not cut anew; resume from it as it is, it "
+            f"{checkpoint}: it holds adapters alone, which are not cut anew; resume from it as it is, it "
             "loads under every layout"
         )
-    family = families.read(_model_folder(checkpoint, model))
-    family.check_layout(layout)
-    meta = check(checkpoint)
-    ranks = _recut(StoredTensors(checkpoint), family, layout)
+    held = {part: families.read(folder, stored_head(checkpoint / part)) for part, folder in folders.items()}
+    for family in held.values():
+        family.check_layout(layout)
     with _whole_or_not_at_all(target) as temporary:
-        write_checkpoint(temporary, ranks, checkpoint / COMMON)
+        for part, family in held.items():
+            (temporary / part).mkdir(exist_ok=True)
+            ranks = _recut(StoredTensors(checkpoint / part), family, layout)
+            write_checkpoint(temporary / part, ranks, checkpoint / part / COMMON)
         if (checkpoint / EMA).is_dir():
             # It loads under every layout as it is.
             shutil.copytree(checkpoint / EMA, temporary / EMA)
@@ -135,14 +160,18 @@ def _sizes(layout: ParallelConfig) -> dict[str, int]:
     return {"tensor": layout.tensor, "pipeline": layout.pipeline, "expert": layout.expert}
 
 
-def _model_folder(checkpoint: Path, model: Path | None) -> Path:
-    if model is not None:
-        return model
-    named = named_meta(checkpoint).get("model")
+def _model_folder(checkpoint: Path, given: Path | None, key: Literal["model", "value_model"]) -> Path:
+    """The folder with config and tokenizer: the given one, or the one that meta.json names under `key`."""
+    if given is not None:
+        return given
+    named = named_meta(checkpoint).get(key)
     if not named or not Path(named).is_dir():
+        what, option = (
+            ("the model's", "--model") if key == "model" else ("the value model's", "--value-model")
+        )
         raise ValueError(
-            f"{checkpoint}: the model's folder is {named or 'not told in it'}"
-            f"{' and not there' if named else ''}; give --model FOLDER, for its config and tokenizer"
+            f"{checkpoint}: {what} folder is {named or 'not told in it'}"
+            f"{' and not there' if named else ''}; give {option} FOLDER, for its config and tokenizer"
         )
     return Path(named)
 

@@ -2,8 +2,9 @@
 
     average ← average + (1 − decay) · (weights − average)      after every optimizer step, in float32
 
-It starts as the initial weights. Made by `learner/optimizer.py`; `learner/checkpoint.py` keeps it beside the
-weights, cut for no layout, and `learner/service.py` writes it as a model of its own.
+It starts as the initial weights, and is of what is trained: with adapters of their A and their B. Made by
+`learner/optimizer.py`; `learner/checkpoint.py` keeps it beside the weights, cut for no layout, and
+`learner/service.py` writes it as a model of its own.
 """
 
 from collections.abc import Iterator
@@ -55,7 +56,8 @@ class Ema:
 
         if not self._is_distributed:
             for parameter in self._model.module.parameters():
-                yield parameter, getattr(parameter, "main_param", parameter), 0
+                if parameter.requires_grad:
+                    yield parameter, getattr(parameter, "main_param", parameter), 0
             return
         for part in self._parts:
             assert isinstance(part, DistributedOptimizer)
@@ -110,6 +112,8 @@ class Ema:
         places = {id(place.data): place for place in nested_values(described)}
         state: dict[str, Any] = {}
         for name, parameter in model.named_parameters():
+            if not parameter.requires_grad:
+                continue
             tensor = torch.empty(parameter.shape) if loading else self._whole(parameter)
             place = places[id(parameter)]
             # What is stored in several tensors, such as gate and up, is taken apart by its place.

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from learner.config import ParallelConfig
+from learner.config import LoraConfig, ParallelConfig
 
 if TYPE_CHECKING:
     import torch
@@ -33,6 +33,9 @@ MIXTURES = {
 
 Head = Literal["vocabulary", "score"]
 """What reads the last hidden state: the output layer over the vocabulary, or one row that gives a number."""
+
+SCORED = "ForSequenceClassification"
+"""Of a model with a score head, at the end of its architecture's name."""
 
 REQUIRED = (
     "hidden_size",
@@ -124,8 +127,11 @@ class Family:
         counts = self._cut_by_tensor().values()
         return [n for n in range(1, most + 1) if not any(count % n for count in counts)]
 
-    def check_layout(self, parallel: ParallelConfig) -> None:
+    def check_layout(self, parallel: ParallelConfig, key: str = "learner.parallel") -> None:
         """Refuse a layout that does not divide the model.
+
+        Args:
+            key: Its section, for the message.
 
         Raises:
             ValueError: Says which count and which sizes would work.
@@ -134,24 +140,34 @@ class Family:
             if count % parallel.tensor:
                 fitting = self.tensor_sizes(16)
                 raise ValueError(
-                    f"learner.parallel.tensor={parallel.tensor} does not divide the model's {count} {what}; "
+                    f"{key}.tensor={parallel.tensor} does not divide the model's {count} {what}; "
                     f"use one of {', '.join(map(str, fitting))}"
                 )
         if self.layers % parallel.pipeline:
             fitting = [n for n in range(1, self.layers + 1) if self.layers % n == 0]
             raise ValueError(
-                f"learner.parallel.pipeline={parallel.pipeline} does not divide the {self.layers} layers; "
+                f"{key}.pipeline={parallel.pipeline} does not divide the {self.layers} layers; "
                 f"use one of {', '.join(map(str, fitting))}"
             )
         if self.mixture is None and parallel.expert > 1:
-            raise ValueError(
-                f"learner.parallel.expert={parallel.expert}: {self.architecture} has no experts; use 1"
-            )
+            raise ValueError(f"{key}.expert={parallel.expert}: {self.architecture} has no experts; use 1")
         if self.mixture is not None and (experts := self.mixture.experts) % parallel.expert:
             fitting = [n for n in range(1, experts + 1) if experts % n == 0]
             raise ValueError(
-                f"learner.parallel.expert={parallel.expert} does not divide the model's {experts} experts; "
+                f"{key}.expert={parallel.expert} does not divide the model's {experts} experts; "
                 f"use one of {', '.join(map(str, fitting))}"
+            )
+
+    def check_adapters(self, lora: LoraConfig) -> None:
+        """Refuse adapters that the model has no place for.
+
+        Raises:
+            ValueError: Says what to set.
+        """
+        if self.mixture is not None and {"gate_proj", "up_proj", "down_proj"} & set(lora.modules):
+            raise ValueError(
+                f"learner.lora.modules: the experts of {self.architecture} take no adapters; "
+                "set it to [q_proj, k_proj, v_proj, o_proj]"
             )
 
     def transformer_config(self, parallel: ParallelConfig, dtype: "torch.dtype", recompute: bool) -> Any:
@@ -229,6 +245,20 @@ def read(path: str | Path, head: Head = "vocabulary") -> Family:
     Raises:
         ValueError: No config.json, an architecture or a feature that is not supported.
     """
+    return from_config(_config(path), str(Path(path) / "config.json"), head)
+
+
+def own_head(path: str | Path) -> Head:
+    """The head that a folder's model was saved with.
+
+    Raises:
+        ValueError: No config.json.
+    """
+    (named, *_) = _config(path).get("architectures") or ["none"]
+    return "score" if named.endswith(SCORED) else "vocabulary"
+
+
+def _config(path: str | Path) -> dict[str, Any]:
     file = Path(path) / "config.json"
     if not file.exists():
         raise ValueError(f"{file} does not exist; expected a Hugging Face folder")
@@ -238,13 +268,13 @@ def read(path: str | Path, head: Head = "vocabulary") -> Family:
         raise ValueError(f"{file} is not JSON: {error}") from error
     if not isinstance(config, dict):
         raise ValueError(f"{file}: expected a Hugging Face config")
-    return from_config(config, str(file), head)
+    return config
 
 
 def from_config(config: dict[str, Any], where: str, head: Head = "vocabulary") -> Family:
     """The family that a parsed config.json describes; `where` names it in errors."""
     (named, *_) = config.get("architectures") or ["none"]
-    architecture = named.replace("ForSequenceClassification", "ForCausalLM") if head == "score" else named
+    architecture = named.replace(SCORED, "ForCausalLM") if head == "score" else named
     if architecture not in ARCHITECTURES:
         raise ValueError(f"{where}: architecture {named} is not supported; one of {', '.join(ARCHITECTURES)}")
     has_score = named != architecture
@@ -316,7 +346,7 @@ def score_config(family: Family, config: dict[str, Any]) -> dict[str, Any]:
     ends = config.get("eos_token_id")
     padding = config.get("pad_token_id")
     return config | {
-        "architectures": [family.architecture.replace("ForCausalLM", "ForSequenceClassification")],
+        "architectures": [family.architecture.replace("ForCausalLM", SCORED)],
         "id2label": {"0": "LABEL_0"},
         "label2id": {"LABEL_0": 0},
         # Hugging Face scores the last token that is not padding: were the end mark padding too, it would

@@ -51,6 +51,8 @@ class Flow:
         self._frontier = 0
         self.interrupted = False
         """Whether the batches ended because of a signal."""
+        self.data_ended = False
+        """Whether they ended because `data.epochs` of the data are used up."""
 
     @property
     def steps(self) -> int:
@@ -78,7 +80,7 @@ class Flow:
             with self._reporter.timed("wait_batch"):
                 command, shard = self._feed.next(self.version, self._wanted)
             if command in (Command.STOP, Command.DONE):
-                self.interrupted = command is Command.STOP
+                self.interrupted, self.data_ended = command is Command.STOP, command is Command.DONE
                 return
             if shard is None:
                 self._publishing.publish(self.version)

@@ -21,6 +21,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 from torch import Tensor
 
+from learner import parallel
 from learner.attention import SegmentAttention
 
 
@@ -35,9 +36,16 @@ def compute_dtype(weights: torch.dtype) -> torch.dtype:
     return torch.float32
 
 
-def block_spec(num_layers: int, qk_norm: bool, mixture: type | None = None) -> TransformerBlockSubmodules:
-    """Megatron's description of this stage's layers; a mixture takes the place of the MLP."""
-    norm, column, row, mlp = _modules()
+def block_spec(
+    num_layers: int, qk_norm: bool, mixture: type | None = None, adapted: bool = False
+) -> TransformerBlockSubmodules:
+    """Megatron's description of this stage's layers.
+
+    Args:
+        mixture: Takes the place of the MLP.
+        adapted: Whether the linears are to have adapters.
+    """
+    norm, column, row, mlp = _modules(adapted)
     layer = ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
@@ -68,8 +76,11 @@ def linears() -> MLPSubmodules:
     return MLPSubmodules(linear_fc1=column, linear_fc2=row)
 
 
-def _modules() -> tuple[Any, Any, Any, Any]:
-    """Norm, column-parallel linear, row-parallel linear and MLP for this machine."""
+def _modules(adapted: bool = False) -> tuple[Any, Any, Any, Any]:
+    """Norm, column-parallel linear, row-parallel linear and MLP for this machine.
+
+    Only the linears of this file know of adapters, so that those that have some are theirs on CUDA too.
+    """
     if not torch.cuda.is_available():
         return RMSNorm, ColumnLinear, RowLinear, GatedMLP
     from megatron.core.extensions import transformer_engine as te
@@ -77,6 +88,8 @@ def _modules() -> tuple[Any, Any, Any, Any]:
     norm, column, row = RMSNorm, ColumnParallelLinear, RowParallelLinear
     if te.HAVE_TE:
         norm, column, row = te.TENorm, te.TEColumnParallelLinear, te.TERowParallelLinear
+    if adapted:
+        column, row = ColumnLinear, RowLinear
     return norm, column, row, ModuleSpec(MLP, submodules=MLPSubmodules(linear_fc1=column, linear_fc2=row))
 
 
@@ -114,18 +127,42 @@ class _Normalize(torch.autograd.Function):
         return grad_x.to(x.dtype), grad_weight.to(weight.dtype), None
 
 
-class ColumnLinear(ColumnParallelLinear):
+class _Adaptable(torch.nn.Module):
+    """A linear that may have an `adapter` (`learner/adapter.py`) beside its weight."""
+
+    def __init__(self, *args: Any, **fields: Any) -> None:
+        super().__init__(*args, **fields)
+        self.adapter: Any = None
+
+    def _enabled_adapter(self) -> Any | None:
+        return self.adapter if self.adapter is not None and self.adapter.enabled else None
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None
+    ) -> dict[str, Any]:
+        described = super().sharded_state_dict(prefix, sharded_offsets, metadata)  # pyright: ignore
+        if self.adapter is not None:
+            described |= self.adapter.sharded_state_dict(f"{prefix}adapter.", sharded_offsets, metadata)
+        return described
+
+
+class ColumnLinear(_Adaptable, ColumnParallelLinear):
     """Megatron's, multiplying in the type of its input."""
 
     def _forward_impl(self, input: Tensor, weight: Tensor, bias: Tensor | None, **options: Any) -> Tensor:
         group = options["tp_group"] if options["allreduce_dgrad"] else None
+        if adapter := self._enabled_adapter():
+            return adapter.multiply(input, weight, bias, outputs_of=group)
         return _Multiply.apply(input, weight, bias, group)  # pyright: ignore[reportReturnType]
 
 
-class RowLinear(RowParallelLinear):
+class RowLinear(_Adaptable, RowParallelLinear):
     """Megatron's, multiplying in the type of its input."""
 
     def _forward_impl(self, input: Tensor, weight: Tensor, bias: Tensor | None, **_: Any) -> Tensor:
+        if adapter := self._enabled_adapter():
+            group = parallel.tensor_parallel_group() if parallel.tp_size() > 1 else None
+            return adapter.multiply(input, weight, bias, inputs_of=group)
         return _Multiply.apply(input, weight, bias, None)  # pyright: ignore[reportReturnType]
 
 

@@ -177,13 +177,16 @@ class StoredTensors:
 class MegatronFolder:
     """`WholeTensors` of a checkpoint's weights: by Hugging Face's names, whatever layout wrote them."""
 
-    def __init__(self, path: Path, family: Family) -> None:
+    def __init__(self, path: Path, family: Family, places: Sequence[Slot] | None = None) -> None:
+        """Args:
+        places: What is in it, uncut; None for all the family's weights.
+        """
         self.path = path
         self._stored = StoredTensors(path)
         self._shapes = self._stored.shapes
         self._homes = {
             whole.name: (slot, uncut(slot, family))
-            for slot in slots(family, ParallelConfig())
+            for slot in (slots(family, ParallelConfig()) if places is None else places)
             for whole in slot.whole
         }
         self._held: tuple[Slot | None, dict[str, Tensor]] = (None, {})

@@ -6,6 +6,7 @@ reference. Shapes: S tokens of the micro-batch, N targets, h hidden size.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
@@ -15,11 +16,12 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from learner import convert, families, parallel
+from learner.adapter import attach
 from learner.attention import SegmentLike, pack_segments
-from learner.config import ParallelConfig
+from learner.checkpoint_weights import open_checkpoint, stored_head
+from learner.config import LoraConfig, ParallelConfig
 from learner.families import Family, Head
 from learner.layers import block_spec, compute_dtype
-from learner.megatron_folder import MegatronFolder
 from learner.mixture import MixtureLayer
 from learner.safetensors_folder import SafetensorsFolder
 from learner.vocabulary import VocabShard, target_logprobs
@@ -46,14 +48,17 @@ class Packed(Protocol):
 class PolicyModel(GPTModel):
     """This process's pipeline stage and tensor shard of the policy."""
 
-    def __init__(self, family: Family, config: TransformerConfig) -> None:
+    def __init__(self, family: Family, config: TransformerConfig, adapted: bool = False) -> None:
         self.family = family
         self.compute_dtype = compute_dtype(config.params_dtype)
         self.is_last_stage = parallel.is_last_stage()
         super().__init__(
             config,
             block_spec(  # pyright: ignore[reportArgumentType]
-                family.layers // parallel.pp_size(), family.qk_norm, MixtureLayer if family.mixture else None
+                family.layers // parallel.pp_size(),
+                family.qk_norm,
+                MixtureLayer if family.mixture else None,
+                adapted,
             ),
             vocab_size=family.padded_vocab(parallel.tp_size()),
             max_sequence_length=family.max_positions,
@@ -79,6 +84,9 @@ class PolicyModel(GPTModel):
         if self.pre_process:
             hidden = self.embedding(input_ids=batch.token_ids, position_ids=batch.position_ids)
             hidden = hidden.to(self.compute_dtype)
+            if self.training and not hidden.requires_grad:
+                # With frozen embeddings; recomputation asks its input whether there is a gradient to make.
+                hidden.requires_grad_()
         family = self.family
         packed = pack_segments(
             batch.segments, batch.position_ids, family.rope, family.head_dim, self.compute_dtype
@@ -114,8 +122,8 @@ class ScoreModel(PolicyModel):
     `forward` gives, on the last stage, the score at each target position, float32 [N].
     """
 
-    def __init__(self, family: Family, config: TransformerConfig) -> None:
-        super().__init__(family, config)
+    def __init__(self, family: Family, config: TransformerConfig, adapted: bool = False) -> None:
+        super().__init__(family, config, adapted)
         if not self.is_last_stage:
             return
         # Megatron knows language models only: it is told that there is no output layer on this stage.
@@ -140,6 +148,7 @@ def build_model(
     recompute: bool = False,
     checkpoint: str | Path | None = None,
     head: Head = "vocabulary",
+    adapters: LoraConfig | None = None,
 ) -> PolicyModel:
     """Make a model, each process reading its own shard. Collective.
 
@@ -150,17 +159,33 @@ def build_model(
         recompute: Compute activations again in the backward pass instead of keeping them.
         checkpoint: A Megatron checkpoint, of whatever layout, that has the weights in their place.
         head: `score` makes a ScoreModel; its row comes with the weights, or is new where they have none.
+        adapters: Freezes the weights and adds new adapters to them.
 
     Raises:
         ValueError: The architecture is not supported, the layout does not divide it, or weights do not fit.
     """
     family = families.read(hf_path, head)
+    if checkpoint:
+        family = _of_checkpoint(family, Path(checkpoint))
     family.check_layout(layout)
+    if adapters is not None:
+        family.check_adapters(adapters)
     config = family.transformer_config(layout, dtype, recompute)
     config.pipeline_dtype = compute_dtype(dtype)
     # A router's weight is made on the host wherever the model is.
-    model = (ScoreModel if head == "score" else PolicyModel)(family, config).to(parallel.device())
+    kind = ScoreModel if head == "score" else PolicyModel
+    model = kind(family, config, adapters is not None).to(parallel.device())
     convert.load(
-        model, MegatronFolder(Path(checkpoint), family) if checkpoint else SafetensorsFolder(hf_path)
+        model, open_checkpoint(Path(checkpoint), family) if checkpoint else SafetensorsFolder(hf_path)
     )
+    if adapters is not None:
+        attach(model, adapters)
     return model
+
+
+def _of_checkpoint(family: Family, checkpoint: Path) -> Family:
+    """As far as the weights come from there, and not from the folder."""
+    scored = stored_head(checkpoint) == "score"
+    if scored and family.head == "vocabulary":
+        raise ValueError(f"{checkpoint}: it is of a reward model, which has no output layer to start from")
+    return replace(family, has_score=scored)

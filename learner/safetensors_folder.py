@@ -137,6 +137,21 @@ def write_folder(
     os.replace(partial, target)
 
 
+def write_adapter(
+    target: Path, config: str, specs: list[TensorSpec], tensors: Iterator[tuple[str, Tensor]]
+) -> None:
+    """Write adapters as a folder of `peft`'s, whole or not at all; `target` is replaced if it exists."""
+    partial = target.with_name(target.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    _write_file(partial / "adapter_model.safetensors", specs, tensors)
+    # Runs the iterator to its end.
+    assert next(tensors, None) is None
+    (partial / "adapter_config.json").write_text(config)
+    shutil.rmtree(target, ignore_errors=True)
+    os.replace(partial, target)
+
+
 def _files(specs: list[TensorSpec]) -> list[list[TensorSpec]]:
     """Consecutive tensors, as many to a file as fit."""
     files: list[list[TensorSpec]] = [[]]

@@ -1,6 +1,7 @@
 """The learner as a process: what it is made of, in which order it starts, and what ends it."""
 
 import hashlib
+import json
 import logging
 import os
 import sys
@@ -16,10 +17,10 @@ from buffer.dotted import is_dotted, resolve
 from buffer.experiment import DataConfig
 from buffer.keys import client_keys, server_keys
 from buffer.stream import open_stream
-from learner import convert, parallel
+from learner import convert, families, parallel
 from learner.checkpoint import Checkpoints, Setup
 from learner.checkpoint_files import check
-from learner.config import LearnerConfig, LearnerExperiment
+from learner.config import DATA_END, LearnerConfig, LearnerExperiment, LoraConfig, TrainingConfig
 from learner.critic import Critic
 from learner.feed import BufferLine, Feed, NoBatch
 from learner.flow import Flow
@@ -29,6 +30,7 @@ from learner.offline.config import OfflineExperiment
 from learner.optimizer import Trainable, make_trainable, prepare_schedule
 from learner.ptx import Texts
 from learner.publishing import Publishing, WeightSender
+from learner.reference import Reference
 from learner.reporting import Reporter
 from learner.step import Updater
 from learner.stop import StopFlag
@@ -73,6 +75,8 @@ def serve(experiment: LearnerExperiment, connect: Connect, open_sender: OpenSend
             logger.info("stopped after step %d: the same command goes on from there", flow.version)
             return
         learner = experiment.learner
+        if flow.data_ended:
+            _tell_data_end(Path(experiment.run_dir), flow)
         if learner.checkpoint.export:
             export(experiment, flow.trainable)
             if (value := flow.updater.value_trainable) and learner.value:
@@ -80,6 +84,13 @@ def serve(experiment: LearnerExperiment, connect: Connect, open_sender: OpenSend
                 convert.save_hf(value.model.module, learner.value.path, target)
         flow.finish()
         logger.info("finished after step %d", flow.version)
+
+
+def _tell_data_end(run_dir: Path, flow: Flow) -> None:
+    """For whoever expects `learner.steps` of them."""
+    if parallel.rank() == 0:
+        (run_dir / DATA_END).write_text(json.dumps({"step": flow.version}))
+        logger.info("the data ended after %d of %d steps", flow.version, flow.steps)
 
 
 def _own_functions(learner: LearnerConfig) -> Callable[[Flow], object]:
@@ -113,14 +124,13 @@ def _assemble(
             "learner.optimizer.warmup_steps=%d is more than learner.steps=%d: the rate never reaches lr",
             warmup, learner.steps,
         )  # fmt: skip
-    if learner.init_from and parallel.rank() == 0:
-        check(Path(learner.init_from))
-        logger.info("the weights start from %s", learner.init_from)
+    check_start(experiment)
     # The data is opened before the model: a mistake in it is told at once.
     texts = _texts(experiment)
-    trainable = make_trainable(_build(experiment), learner.optimizer, learner.parallel, learner.ema)
+    policy = _build(experiment, learner.lora)
+    trainable = make_trainable(policy, learner.optimizer, learner.parallel, learner.ema)
     critic = _critic(experiment, trainable)
-    updater = Updater(experiment, trainable, _reference(experiment), critic, texts)
+    updater = Updater(experiment, trainable, _reference(experiment, trainable), critic, texts)
     checkpoints = Checkpoints(run_dir, learner.checkpoint.keep, checkpoint_setup(experiment))
     version = checkpoints.resume(trainable, updater.value_trainable)
     if version:
@@ -138,6 +148,25 @@ def _assemble(
     return Flow(experiment, trainable, updater, feed, publishing, checkpoints, reporter, stop, version)
 
 
+def check_start(experiment: LearnerExperiment | OfflineExperiment) -> None:
+    """What can be told before the weights are read.
+
+    Raises:
+        ValueError: A setting is for models with experts and this is none, or the checkpoint that the weights
+            are to start from is damaged.
+    """
+    learner, path = experiment.learner, experiment.model.path
+    family = families.read(path, families.own_head(path))
+    if learner.expert_balance and family.mixture is None:
+        raise ValueError(
+            f"learner.expert_balance={learner.expert_balance:g} would do nothing: {family.architecture} has "
+            "no experts; remove it"
+        )
+    if learner.init_from and parallel.rank() == 0:
+        check(Path(learner.init_from))
+        logger.info("the weights start from %s", learner.init_from)
+
+
 def _texts(experiment: LearnerExperiment) -> Texts | None:
     """What is mixed into reinforcement learning, where the configuration says so."""
     ptx = experiment.learner.ptx
@@ -152,24 +181,38 @@ def _texts(experiment: LearnerExperiment) -> Texts | None:
     return Texts(ptx, rows, tokenizer, experiment.model.max_length, budget)
 
 
-def _build(experiment: LearnerExperiment) -> Any:
+def _build(experiment: LearnerExperiment, adapters: LoraConfig | None = None) -> Any:
     # Megatron is imported late: the CPU backend is in place by now.
     from learner.model import build_model
 
     learner = experiment.learner
     dtype = getattr(torch, experiment.model.dtype)
-    return build_model(experiment.model.path, learner.parallel, dtype, learner.recompute, learner.init_from)
+    return build_model(
+        experiment.model.path,
+        learner.parallel,
+        dtype,
+        learner.recompute,
+        learner.init_from,
+        adapters=adapters,
+    )
 
 
-def _reference(experiment: LearnerExperiment) -> Any | None:
+def _reference(experiment: LearnerExperiment, policy: Trainable) -> Reference | None:
     """The initial policy, frozen; None when the loss does not look at it."""
-    from megatron.core.utils import get_model_config
-
     if not experiment.learner.algorithm.needs_reference:
         return None
-    model = _build(experiment).requires_grad_(False)
+    return reference_of(policy, experiment.learner, lambda: _build(experiment))
+
+
+def reference_of(policy: Trainable, learner: TrainingConfig, build: Callable[[], Any]) -> Reference:
+    """Of adapters the policy without them; otherwise a second model, which `build` makes."""
+    from megatron.core.utils import get_model_config
+
+    if learner.lora is not None:
+        return Reference(policy.model, is_policy=True)
+    model = build().requires_grad_(False)
     prepare_schedule(get_model_config(model))
-    return model
+    return Reference(model)
 
 
 def _critic(experiment: LearnerExperiment, policy: Trainable) -> Critic | None:
@@ -196,9 +239,12 @@ def _critic(experiment: LearnerExperiment, policy: Trainable) -> Critic | None:
 
 
 def export(experiment: LearnerExperiment | OfflineExperiment, trainable: Trainable) -> None:
-    """Write the trained model, and the average of its weights where there is one, as Hugging Face folders."""
+    """Write the trained model, and the average of its weights where there is one, as Hugging Face folders;
+    of adapters also them alone."""
     run_dir, source, model = Path(experiment.run_dir), experiment.model.path, trainable.model.module
     convert.save_hf(model, source, run_dir / "model")
+    if (adapters := experiment.learner.lora) is not None:
+        convert.save_adapter(model, adapters, source, run_dir / "adapter")
     if trainable.ema is not None:
         with trainable.ema.in_place():
             convert.save_hf(model, source, run_dir / "ema_model")
@@ -206,7 +252,8 @@ def export(experiment: LearnerExperiment | OfflineExperiment, trainable: Trainab
 
 def checkpoint_setup(experiment: LearnerExperiment | OfflineExperiment) -> Setup:
     """What this run's checkpoints agree with."""
-    layout = experiment.learner.parallel
+    learner = experiment.learner
+    layout = learner.parallel
     told = experiment.model_dump_json(include={"model", "data", "stage", "buffer", "learner", "seed"})
     return Setup(
         dtype=experiment.model.dtype,
@@ -217,6 +264,9 @@ def checkpoint_setup(experiment: LearnerExperiment | OfflineExperiment) -> Setup
         data=parallel.dp_size(),
         config_digest=hashlib.blake2b(told.encode(), digest_size=16).hexdigest(),
         model=experiment.model.path,
+        lora=learner.lora.model_dump(mode="json") if learner.lora is not None else None,
+        init_from=learner.init_from,
+        value_model=learner.value.path if isinstance(learner, LearnerConfig) and learner.value else None,
     )
 
 

@@ -6,7 +6,9 @@ model copy (tensor and pipeline) hold the same shard and so make the same micro-
 
 import math
 import time
+from collections.abc import Callable
 from dataclasses import astuple, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,6 +29,7 @@ from learner.packing import MicroBatch
 from learner.parts import Part, parts_of
 from learner.passes import reduce_sums, run_schedule, target_logprobs
 from learner.ptx import TextPart, TextReport, Texts
+from learner.reference import Reference
 from learner.returns import gae, token_moments, token_rewards, vtrace, whiten
 
 
@@ -37,12 +40,12 @@ class Updater:
         self,
         experiment: LearnerExperiment,
         trainable: Trainable,
-        reference: Any | None,
+        reference: Reference | None,
         critic: Critic | None = None,
         texts: Texts | None = None,
     ) -> None:
         """Args:
-        reference: The frozen model of the KL term, or of DPO; None where the loss has neither.
+        reference: Of the KL term, or of DPO; None where the loss has neither.
         critic: Of advantage gae.
         texts: Mixed into every optimizer step of the policy.
         """
@@ -111,14 +114,14 @@ class Updater:
 
     def _fill_logprobs(self, parts: list[Part]) -> None:
         """Those of the reference and of the proximal policy, where they are needed before the updates."""
-        models = {}
+        found: dict[str, Callable[..., list[Tensor]]] = {}
         if self._reference is not None:
-            models["reference_logprobs"] = self._reference
+            found["reference_logprobs"] = self._reference.logprobs
         if self._experiment.learner.proximal_pass:
-            models["proximal_logprobs"] = self._trainable.model
-        for name, model in models.items():
+            found["proximal_logprobs"] = partial(target_logprobs, self._trainable.model)
+        for name, logprobs in found.items():
             for part in parts:
-                part.fill(name, target_logprobs(model, part.micro_batches, self._temperature))
+                part.fill(name, logprobs(part.micro_batches, self._temperature))
 
     def _prepare(self, part: Part, index: int, progress: float) -> None:
         """What correction and loss have to know of the global batch before this optimizer step.

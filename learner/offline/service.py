@@ -12,6 +12,7 @@ from buffer.experiment import DataConfig
 from buffer.stream import open_stream
 from learner import parallel
 from learner.checkpoint import Checkpoints
+from learner.config import LoraConfig
 from learner.metrics import Journal
 from learner.offline.config import HeldOutConfig, OfflineExperiment
 from learner.offline.encoding import Encoder
@@ -20,9 +21,9 @@ from learner.offline.loop import OfflineParts, train
 from learner.offline.reporting import OfflineReporter
 from learner.offline.stages import Stage, make_stage
 from learner.offline.trainer import Prepared, Trainer
-from learner.optimizer import make_trainable, prepare_schedule
+from learner.optimizer import make_trainable
 from learner.schedule import CheckpointSchedule
-from learner.service import checkpoint_setup, export, threads
+from learner.service import check_start, checkpoint_setup, export, reference_of, threads
 from learner.stop import StopFlag
 
 logger = logging.getLogger(__name__)
@@ -66,8 +67,13 @@ def _assemble(experiment: OfflineExperiment, stop: StopFlag, stack: ExitStack) -
     rows = open_stream(experiment.data, experiment.seed, experiment.stage.kind)
     feed = ExampleFeed(rows, encoder, stage, learner.batch_size, experiment.data.epochs)
     steps = min(n for n in (learner.steps, feed.steps()) if n is not None)
-    trainable = make_trainable(_build(experiment, stage), learner.optimizer, learner.parallel, learner.ema)
-    trainer = Trainer(learner, stage, trainable, _reference(experiment, stage), steps)
+    check_start(experiment)
+    model = _build(experiment, stage, learner.lora)
+    trainable = make_trainable(model, learner.optimizer, learner.parallel, learner.ema)
+    reference = None
+    if stage.needs_reference:
+        reference = reference_of(trainable, learner, lambda: _build(experiment, stage))
+    trainer = Trainer(learner, stage, trainable, reference, steps)
     held_out = experiment.eval and _held_out(experiment, experiment.eval, encoder, stage, trainer)
     checkpoints = Checkpoints(run_dir, learner.checkpoint.keep, checkpoint_setup(experiment))
     step = checkpoints.resume(trainable)
@@ -96,24 +102,21 @@ def _encoder(experiment: OfflineExperiment) -> Encoder:
     )
 
 
-def _build(experiment: OfflineExperiment, stage: Stage) -> Any:
+def _build(experiment: OfflineExperiment, stage: Stage, adapters: LoraConfig | None = None) -> Any:
     # Megatron is imported late: the CPU backend is in place by now.
     from learner.model import build_model
 
     learner = experiment.learner
     dtype = getattr(torch, experiment.model.dtype)
-    return build_model(experiment.model.path, learner.parallel, dtype, learner.recompute, head=stage.head)
-
-
-def _reference(experiment: OfflineExperiment, stage: Stage) -> Any | None:
-    """The initial model, frozen; None for stages without one."""
-    from megatron.core.utils import get_model_config
-
-    if not stage.needs_reference:
-        return None
-    model = _build(experiment, stage).requires_grad_(False)
-    prepare_schedule(get_model_config(model))
-    return model
+    return build_model(
+        experiment.model.path,
+        learner.parallel,
+        dtype,
+        learner.recompute,
+        learner.init_from,
+        head=stage.head,
+        adapters=adapters,
+    )
 
 
 def _held_out(

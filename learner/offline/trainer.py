@@ -15,7 +15,8 @@ from learner.offline.encoding import Encoded
 from learner.offline.packing import ExampleBatch, empty, pack
 from learner.offline.stages import Row, Stage
 from learner.optimizer import Trainable, learning_rate, set_rates
-from learner.passes import equal_counts, reduce_sums, run_schedule, target_logprobs
+from learner.passes import equal_counts, reduce_sums, run_schedule
+from learner.reference import Reference
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +39,7 @@ class Trainer:
         config: OfflineLearnerConfig,
         stage: Stage,
         trainable: Trainable,
-        reference: Any | None,
+        reference: Reference | None,
         steps: int,
     ) -> None:
         """Args:
@@ -61,7 +62,7 @@ class Trainer:
         total, *counts = collectives.sum_over_data([size, len(examples), trained, laid_out])
         micro_batches = equal_counts(packed, empty())
         if self._reference is not None:
-            found = target_logprobs(self._reference, micro_batches)
+            found = self._reference.logprobs(micro_batches)
             if found:
                 pairs = zip(micro_batches, found, strict=True)
                 micro_batches = [replace(m, reference_logprobs=logprobs) for m, logprobs in pairs]

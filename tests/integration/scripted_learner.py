@@ -4,9 +4,9 @@
 
 `JOBS` is a JSON list of runs, made one after the other in the same processes: `config`, the folder `out`, and
 `options`. `out` gets what was published last (safetensors), what the buffer was told in which order, and the
-logs. At batch `kill_at` a rank kills itself with SIGKILL, at `stop_at` with SIGTERM; `frontier` is the
-buffer's. With `own_samples`, the model's folder, a batch is what the published policy answers, and its reward
-the share of even tokens.
+logs. At batch `kill_at` a rank kills itself with SIGKILL, at `stop_at` with SIGTERM, at `ends_at` the data
+ends; `frontier` is the buffer's. With `own_samples`, the model's folder, a batch is what the published policy
+answers, and its reward the share of even tokens.
 """
 
 import asyncio
@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 
+from buffer.errors import DataExhausted
 from buffer.experiment import load
 from buffer.records import Batch, Group, Trajectory
 from learner.config import LearnerExperiment
@@ -112,6 +113,8 @@ class ScriptedBuffer:
         if index == self._options.get("stop_at"):
             os.kill(os.getpid(), signal.SIGTERM)
             await asyncio.sleep(60)
+        if index == self._options.get("ends_at"):
+            raise DataExhausted("the epochs end")
         rng = np.random.default_rng(index)
         if model := self._options.get("own_samples"):
             groups = own_groups(self._out / "published.safetensors", model, index)

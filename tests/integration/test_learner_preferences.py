@@ -19,6 +19,7 @@ pytestmark = pytest.mark.slow
 
 DPO = {"loss": "dpo", "dpo": {"beta": 0.2, "label_smoothing": 0.05}}
 LEARNING = {"steps": 14, "algorithm": {"loss": "dpo"}, "optimizer": {"lr": 2e-2}, "checkpoint": {"every": 14}}
+LORA = {"rank": 2, "alpha": 8}
 COMPARED = (
     *("dpo/accuracy", "dpo/margin", "dpo/chosen", "dpo/rejected", "dpo/pairs", "dpo/groups_without_pair"),
     *("ptx/loss", "ptx/tokens", "kl/completion"),
@@ -82,6 +83,7 @@ def one(model, tmp_path_factory):
         "whole": Run(root / "whole", model, **settings(model)),
         "resumed": continued(killed, model, "resumed", **settings(model)),
         "bfloat16": Run(root / "bfloat16", model, dtype="bfloat16", **settings(model, checkpoint=clocked)),
+        "lora": Run(root / "lora", model, **settings(model, lora=LORA)),
         "learning": Run(root / "learning", model, options={"own_samples": str(model)}, **LEARNING),
     }
     learn(1, list(runs.values()))
@@ -106,6 +108,13 @@ def test_every_layout_gives_the_same_numbers(layout, one, two):
     rows = one["whole"].rows
     assert all(r["dpo/pairs"] > 0 and r["ptx/texts"] + r["ptx/left_out"] == 14 for r in rows)
     assert_all_same(two[layout], one["whole"], rel=1e-3)
+
+
+def test_published_are_the_adapters_fused_with_their_weights(one):
+    run = one["lora"]
+    exported = load_file(run.folder / "run/model/model.safetensors")
+    assert exported.keys() == run.weights.keys()
+    assert all(torch.equal(run.weights[name], tensor) for name, tensor in exported.items())
 
 
 def test_a_killed_learner_goes_on_exactly_with_its_average_and_its_place_in_the_text(one):

@@ -3,6 +3,7 @@
 Starting processes takes most of the time, so all runs of a world size share them (`learner_runs.py`).
 """
 
+import json
 import shutil
 from pathlib import Path
 
@@ -116,6 +117,7 @@ def one(model, converted, killed, tmp_path_factory):
         "converted": started_from(root / "converted", converted, **SEVERAL_UPDATES),
         "own": Run(root / "own", model, **OWN_FUNCTIONS),
         **{name: Run(root / name, model, **settings) for name, settings in OF_THE_WHOLE_BATCH.items()},
+        "ended": Run(root / "ended", model, options={"ends_at": 2}, checkpoint={"every": 3, "export": True}),
     }
     runs["damaged"].damaged_file = damage(runs["damaged"])
     again = [Run(root / "stopped", model), Run(root / "bfloat16-cut", model, **bfloat16)]
@@ -247,6 +249,17 @@ def test_sigterm_ends_with_a_checkpoint_and_says_how_to_go_on(one):
     assert "stopped after step 1: the same command goes on from there" in first.log
     assert [r["step"] for r in first.rows] == [1]
     assert_same(one["stopped"], one["whole"], rel=0)
+
+
+def test_a_run_whose_data_ends_first_is_finished_with_what_it_has(one):
+    run = one["ended"]
+    assert [r["step"] for r in run.rows] == [1, 2]
+    assert json.loads((run.folder / "run/data_end.json").read_text()) == {"step": 2}
+    assert "the data ended after 2 of 4 steps" in run.log
+    assert run.told("finished") == [2]
+    assert (run.folder / "run/checkpoints/step-000002").is_dir()
+    exported = load_file(run.folder / "run/model/model.safetensors")
+    assert all(torch.equal(run.weights[name], tensor) for name, tensor in exported.items())
 
 
 def test_two_updates_and_a_reference_give_the_same_numbers_in_every_layout(one, two):

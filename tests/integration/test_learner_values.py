@@ -3,6 +3,10 @@
 import pytest
 import torch
 from learner_runs import STEPS, Run, assert_same, continued, learn, make_model
+from safetensors.torch import load_file
+
+from learner import conversion
+from learner.config import ParallelConfig
 
 pytestmark = pytest.mark.slow
 
@@ -80,6 +84,17 @@ def test_a_killed_learner_goes_on_exactly_with_its_value_model_and_its_kl_coeffi
     assert [r["step"] for r in one["killed"].rows] == [1, 2, 3]
     assert "resumed from" in one["resumed"].log
     assert_same_ppo(one["resumed"], one["whole"], rel=0)
+
+
+def test_a_checkpoint_of_both_models_is_cut_anew_and_converts_to_what_was_exported(one, tmp_path):
+    checkpoint = one["whole"].folder / f"run/checkpoints/step-{STEPS:06d}"
+    conversion.reshard(checkpoint, tmp_path / "cut", ParallelConfig(tensor=2, pipeline=2))
+    conversion.megatron_to_hf(tmp_path / "cut", tmp_path / "value", value=True)
+    conversion.megatron_to_hf(tmp_path / "cut", tmp_path / "policy")
+    for folder, expected in (("value", one["whole"].values), ("policy", one["whole"].weights)):
+        found = load_file(tmp_path / folder / "model.safetensors")
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
 
 
 def test_a_policy_that_answers_itself_learns_with_the_advantages_of_its_value_model(one):

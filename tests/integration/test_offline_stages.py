@@ -25,6 +25,8 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from learner import conversion
+
 pytestmark = pytest.mark.slow
 
 PROGRAM = Path(__file__).with_name("offline_jobs.py")
@@ -33,6 +35,7 @@ END = 0
 LEARNED = {"sft": (120, 1e-2), "reward": (40, 5e-3), "dpo": (25, 2e-3)}
 """Steps and learning rate with which a stage learns its made task."""
 BETA = 0.5
+LORA = {"rank": 3, "alpha": 12, "modules": ["q_proj", "v_proj", "o_proj", "gate_proj", "down_proj"]}
 COMPARED = ("loss", "grad_norm", "accuracy", "margin", "eval/loss", "eval/margin", "examples", "tokens")
 
 
@@ -167,6 +170,7 @@ def one(data):
     root = data / "one"
     kinds = ("sft", "reward", "dpo")
     whole = {kind: Run(root / kind, data, kind) for kind in kinds}
+    whole |= {"lora": Run(root / "lora", data, "dpo", lora=LORA)}
     killed = Run(root / "killed", data, "dpo", kill_at=4)
     train(1, [*whole.values(), killed], killed=True)
     shutil.copytree(root / "killed", root / "resumed")
@@ -192,6 +196,10 @@ def two(data):
         "reward-pipeline": {"pipeline": 2},
     }
     runs = {name: Run(root / name, data, name.split("-")[0], layout=layouts[name]) for name in layouts}
+    runs |= {
+        "lora": Run(root / "lora", data, "dpo", layout={"tensor": 2}, lora=LORA),
+        "lora-pipeline": Run(root / "p", data, "dpo", layout={"pipeline": 2}, lora=LORA, recompute=True),
+    }
     train(2, list(runs.values()))
     return runs
 
@@ -310,7 +318,7 @@ def test_what_teaches_nothing_is_counted(one):
     assert all(r["examples"] + r["left_out/no_pair"] + r["left_out/too_long"] == 8 for r in rows[1:])
 
 
-@pytest.mark.parametrize("name", ["sft", "reward", "dpo", "reward-pipeline"])
+@pytest.mark.parametrize("name", ["sft", "reward", "dpo", "reward-pipeline", "lora", "lora-pipeline"])
 def test_every_layout_gives_the_same_numbers(one, two, name):
     expected, found = one[name.split("-")[0]], two[name]
     assert len(found.rows) == len(expected.rows) == 5
@@ -323,6 +331,34 @@ def test_every_layout_gives_the_same_numbers(one, two, name):
     assert trained.keys() == tensors.keys()
     for key, tensor in tensors.items():
         assert torch.allclose(trained[key], tensor, rtol=1e-3, atol=1e-4), key
+
+
+def test_adapters_are_what_a_stage_trains_keeps_and_converts(data, one, tmp_path):
+    """What they do not reach stays as it was, to the bit; alone and fused they are the same."""
+    run = one["lora"]
+    found, base = load_file(run.model / "model.safetensors"), load_file(data / "model/model.safetensors")
+    alone = load_file(run.folder / "run/adapter/adapter_model.safetensors")
+    for name, weight in base.items():
+        path = "base_model.model." + name.removesuffix(".weight")
+        a, b = (alone.get(f"{path}.lora_{which}.weight") for which in "AB")
+        assert (a is not None) == (name.split(".")[-2] in LORA["modules"])
+        if a is None or b is None:
+            assert torch.equal(found[name], weight), name
+        else:
+            assert not torch.equal(found[name], weight), name
+            torch.testing.assert_close(found[name], weight + 4 * b @ a, rtol=1e-5, atol=1e-6, msg=name)
+    conversion.megatron_to_hf(run.folder / "run/checkpoints/step-000004", tmp_path / "hf")
+    for name, tensor in load_file(tmp_path / "hf/model.safetensors").items():
+        torch.testing.assert_close(tensor, found[name], rtol=1e-5, atol=1e-6, msg=name)
+
+
+def test_a_reward_models_checkpoint_converts_to_what_was_exported(one, tmp_path):
+    run = one["reward"]
+    conversion.megatron_to_hf(run.folder / "run/checkpoints/step-000004", tmp_path / "hf")
+    found, expected = (load_file(folder / "model.safetensors") for folder in (tmp_path / "hf", run.model))
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    assert (tmp_path / "hf/config.json").read_text() == (run.model / "config.json").read_text()
 
 
 def test_a_killed_stage_goes_on_exactly(one):

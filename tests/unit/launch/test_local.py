@@ -36,6 +36,12 @@ FINISHES = """
 """
 FAILS = "raise SystemExit('the engine could not start: out of memory')"
 STOPS_EARLY = FINISHES.replace("(1, 2)", "(1,)")
+DATA_ENDS = (
+    STOPS_EARLY.replace("(2, 0.9)", "(1, 0.9)")
+    + """
+    (run_dir / "data_end.json").write_text('{"step": 1}')
+"""
+)
 STAYS = """
     import signal, sys, time
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
@@ -89,6 +95,20 @@ def test_a_learner_that_ends_before_its_last_step_ends_the_run(start):
     code, output = start(STOPS_EARLY, STAYS)
     assert code == 1
     assert "learner ended at step 1 of 2" in output
+
+
+def test_a_run_whose_data_ends_first_is_finished(start, config_file):
+    code, output = start(DATA_ENDS)
+    assert code == 0
+    assert "; the data ended behind them" in output
+    assert "target 0.8 REACHED: eval score 0.200 → 0.900" in output
+    code, output = start(FAILS)
+    assert code == 0
+    assert "is finished. To train on, raise data.epochs" in output
+    more = yaml.safe_load(config_file.read_text())
+    more["data"]["epochs"] = 3
+    config_file.write_text(yaml.safe_dump(more))
+    assert start(FAILS)[0] == 1, "there is more of it now"
 
 
 @pytest.mark.parametrize("server", [STAYS, "import time; time.sleep(600)"])

@@ -5,7 +5,16 @@ from pathlib import Path
 import pytest
 
 from launch.experiment import WholeExperiment
-from launch.plan import GIB, Target, kv_bytes_per_token, machine_of, micro_batch_of, plan, server_parameters
+from launch.plan import (
+    GIB,
+    Target,
+    kv_bytes_per_token,
+    machine_of,
+    micro_batch_of,
+    of,
+    plan,
+    server_parameters,
+)
 from launch.plan_changes import changes
 from launch.plan_screen import as_json
 from learner import budget, families
@@ -76,6 +85,46 @@ def test_a_reference_model_is_held_beside_the_policy():
     plain, *_ = planned().kinds
     (beside, *_) = planned("policy-7b", "learner.algorithm.kl.coefficient=0.1").kinds
     assert beside.total - plain.total == beside.held["reference model"] == plain.held["weights"]
+
+
+def test_adapters_are_trained_and_their_base_only_held():
+    alone = ["learner.processes=1", "learner.parallel.tensor=1", "learner.algorithm.kl.coefficient=0.1"]
+    plain, *_ = planned("policy-7b", *alone).kinds
+    kind, *_ = planned("policy-7b", *alone, "learner.lora.rank=8").kinds
+    # In each of 32 layers q, k, v and o are 4096 both ways, gate, up and down 4096 and 11008.
+    count = 32 * 8 * (4 * 2 * 4096 + 3 * (4096 + 11008))
+    assert (kind.held["adapters"], kind.held["gradients"], kind.held["optimizer"]) == (
+        2 * count,
+        4 * count,
+        12 * count,
+    )
+    assert kind.held["weights"] == plain.held["weights"]
+    assert "reference model" not in kind.held, "it is the policy without adapters"
+    assert kind.total < plain.total / 4
+    attention, *_ = planned("policy-7b", *alone, "learner.lora.modules=[q_proj,o_proj]").kinds
+    assert attention.held["adapters"] == 2 * 32 * 16 * 2 * 2 * 4096
+
+
+def test_scorers_have_ranks_of_their_own():
+    reward = {
+        "helpful": {
+            "model": "configs/shapes/llama-2-7b",
+            "dtype": "bfloat16",
+            "engine": {"tensor_parallel": 2},
+        }
+    }
+    alone = planned("policy-7b")
+    experiment = alone.experiment.model_dump()
+    experiment["rollout"]["rewards"] |= reward
+    made = of(WholeExperiment.model_validate(experiment), alone.family, alone.target)
+    (scorer,) = (kind for kind in made.kinds if kind.name == "scorer helpful rank")
+    assert (scorer.ranks, made.devices - alone.devices) == (2, 2)
+    family = families.read("configs/shapes/llama-2-7b")
+    table = family.vocab * family.hidden
+    half = (budget.whole_parameters(family) - table) / 2
+    assert scorer.held["weights"] / 2 == pytest.approx(half, rel=1e-4), "without an output layer"
+    assert not scorer.host, "nothing is published to it"
+    assert made.server_host_bytes == alone.server_host_bytes
 
 
 def test_a_value_model_is_held_and_trained_beside_the_policy():

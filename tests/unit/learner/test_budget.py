@@ -16,9 +16,10 @@ from transformers import (
 
 from buffer.records import Group, Trajectory
 from learner import budget, families, parallel
+from learner.adapter import attach
 from learner.attention import pack_segments
 from learner.budget import Machine
-from learner.config import LearnerConfig, ParallelConfig
+from learner.config import LearnerConfig, LoraConfig, ParallelConfig
 from learner.model import PolicyModel, build_model
 from learner.packing import pack
 
@@ -44,6 +45,8 @@ MIXTURES = {
     ),
 }
 ALL = CONFIGS | MIXTURES
+LORA = (LoraConfig(rank=3), LoraConfig(rank=2, modules=("q_proj", "v_proj", "o_proj")))
+"""Of a dense model, of one with experts."""
 CPU = Machine(gpu=False, weight_bytes=4, compute_bytes=4)
 
 
@@ -75,6 +78,11 @@ def test_parameters_are_those_of_megatrons_model_on_every_rank(layout, monkeypat
                 model = PolicyModel(family, family.transformer_config(config, torch.float32, False))
                 expected = sum(parameter.numel() for parameter in model.parameters())
                 assert budget.parameters(family, config, parallel.pp_rank()) == expected, name
+                adapters = LORA[family.mixture is not None]
+                made = PolicyModel(family, family.transformer_config(config, torch.float32, False), True)
+                attach(made, adapters)
+                trained = sum(p.numel() for p in made.parameters() if p.requires_grad)
+                assert budget.adapter_parameters(family, adapters, config) == trained, name
         finally:
             parallel.shutdown()
 

@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
@@ -229,13 +230,45 @@ def test_a_layout_that_does_not_fit_or_a_target_that_exists_writes_nothing(make,
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 
-def test_a_checkpoint_with_a_value_model_is_not_cut_anew_without_it(make, tmp_path):
-    checkpoint, target = tmp_path / "step-000004", tmp_path / "again"
-    conversion.hf_to_megatron(make(), checkpoint, ParallelConfig())
-    (checkpoint / "value").mkdir()
-    with pytest.raises(ValueError, match="holds a value model too, which is not cut anew"):
-        conversion.reshard(checkpoint, target, TWO_BY_TWO)
-    assert not target.exists()
+@pytest.fixture
+def reward_model(tmp_path):
+    torch.manual_seed(3)
+    config = Qwen2Config(**SIZES, num_labels=1, tie_word_embeddings=True)
+    AutoModelForSequenceClassification.from_config(config).to(torch.bfloat16).save_pretrained(tmp_path / "rm")
+    (tmp_path / "rm/tokenizer.json").write_text("{}")
+    return tmp_path / "rm"
+
+
+def test_a_reward_model_comes_back_bit_by_bit_over_two_layouts(reward_model, tmp_path):
+    one, four, target = (tmp_path / name for name in ("one", "four", "hf"))
+    conversion.hf_to_megatron(reward_model, one, ParallelConfig())
+    conversion.reshard(one, four, TWO_BY_TWO)
+    conversion.megatron_to_hf(four, target)
+    assert_same(weights(target), weights(reward_model))
+    again = AutoModelForSequenceClassification.from_pretrained(target)
+    assert (type(again).__name__, again.config.num_labels) == ("Qwen2ForSequenceClassification", 1)
+
+
+def test_a_value_model_is_cut_and_converted_beside_its_policy(make, reward_model, tmp_path):
+    policy, checkpoint, four = make(), tmp_path / "step-000004", tmp_path / "four"
+    conversion.hf_to_megatron(policy, checkpoint, ParallelConfig())
+    conversion.hf_to_megatron(reward_model, checkpoint / "value", ParallelConfig())
+    (checkpoint / "value/meta.json").unlink()
+    told = checkpoint / "meta.json"
+    with pytest.raises(ValueError, match="the value model's folder is not told in it; give --value-model"):
+        conversion.reshard(checkpoint, four, TWO_BY_TWO)
+    told.write_text(json.dumps(json.loads(told.read_text()) | {"value_model": str(reward_model)}))
+    conversion.reshard(checkpoint, four, TWO_BY_TWO)
+    halves = StoredTensors(four / "value").stored("decoder.layers.mlp.linear_fc2.weight")
+    assert {chunk.shape for chunk in halves} == {(1, 32, 24)}
+    conversion.megatron_to_hf(four, tmp_path / "policy")
+    conversion.megatron_to_hf(four, tmp_path / "value", value=True)
+    assert_same(weights(tmp_path / "policy"), weights(policy))
+    assert_same(weights(tmp_path / "value"), weights(reward_model))
+    plain = tmp_path / "plain"
+    conversion.hf_to_megatron(policy, plain, ParallelConfig())
+    with pytest.raises(ValueError, match=r"no value model in it; its run had no learner\.value"):
+        conversion.megatron_to_hf(plain, tmp_path / "none", model=policy, value=True)
 
 
 MEASURED = """

@@ -14,6 +14,7 @@ from learner.checkpoint import Checkpoints, Setup
 from learner.config import LearnerExperiment, ParallelConfig
 from learner.model import build_model
 from learner.optimizer import make_trainable, prepare_schedule
+from learner.reference import Reference
 from learner.step import Updater
 
 REWARDS = [[1.0, 1.0, 1.0], [0.0, 9.0, -1.0], [0.5, 0.0, 0.5], [2.0, 1.0, 1.0]]
@@ -87,7 +88,7 @@ def updater(one_process, folders):
         policy, reference = (build_model(folders / n, layout, torch.float32) for n in ("policy", "reference"))
         prepare_schedule(reference.requires_grad_(False).config)
         trainable = make_trainable(policy, of.learner.optimizer, layout)
-        return Updater(of, trainable, reference), trainable
+        return Updater(of, trainable, Reference(reference)), trainable
 
     return make
 

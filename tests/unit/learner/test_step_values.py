@@ -19,6 +19,7 @@ from learner.critic import Critic
 from learner.losses import adapted
 from learner.model import build_model
 from learner.optimizer import make_trainable, prepare_schedule
+from learner.reference import Reference
 from learner.step import Updater
 
 SIZES = {
@@ -192,7 +193,7 @@ def trained(one_process, folders, monkeypatch):
                 return original(*args)
 
             monkeypatch.setattr(module, name, remember)
-        updater = Updater(of, policy, reference, critic)
+        updater = Updater(of, policy, Reference(reference), critic)
         return updater, updater.update(BATCH), kept
 
     return step
