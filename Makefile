@@ -4,7 +4,7 @@ BIN := $(VENV)/bin
 EXTRA ?= cpu
 READY := $(VENV)/.ready-$(EXTRA)
 
-.PHONY: setup demo test check
+.PHONY: setup demo test fuzz check
 
 setup: $(READY)
 
@@ -29,6 +29,10 @@ demo: setup
 test: setup check
 	$(BIN)/python -m launch.demo_model
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations=40 tests
+
+# The same examples every time; `make test` has a few in a hundred of them.
+fuzz: setup
+	FUZZ_EXAMPLES=100000 FUZZ_RECORD=benchmarks/results/fuzz.json $(BIN)/python -m pytest -q --timeout 3600 tests/fuzz
 
 check: setup
 	$(BIN)/ruff check .

@@ -49,7 +49,10 @@ class ArrowTable:
         index = bisect_right(self._ends, row)
         batch = self._batches[index]
         try:
-            (value,) = batch.slice(row - self._ends[index] + batch.num_rows, 1).to_pylist()
+            one = batch.slice(row - self._ends[index] + batch.num_rows, 1)
+            # A damaged file's places may lie outside of it, and reading there crashes.
+            one.validate(full=True)
+            (value,) = one.to_pylist()
             return json.loads(json.dumps(value, default=_as_json))
         except (TypeError, ValueError, pa.ArrowException) as error:
             raise BadRow(f"only plain JSON values can be sent: {error}") from None
@@ -130,9 +133,11 @@ def _open(source: Any) -> Any:
 
 
 def _each(reader: Any) -> Iterable[pa.RecordBatch]:
-    if isinstance(reader, ipc.RecordBatchFileReader):
-        return (reader.get_batch(i) for i in range(reader.num_record_batches))
-    return reader
+    file = isinstance(reader, ipc.RecordBatchFileReader)
+    batches = (reader.get_batch(i) for i in range(reader.num_record_batches)) if file else reader
+    for batch in batches:
+        batch.validate()  # of its lengths against its buffers; what they hold is looked at row by row
+        yield batch
 
 
 def _as_json(value: Any) -> Any:

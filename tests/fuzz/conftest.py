@@ -1,0 +1,27 @@
+"""Tells how many examples ran; FUZZ_RECORD names a file that keeps it."""
+
+import json
+import os
+import platform
+import time
+from pathlib import Path
+
+from counting import COUNTS
+
+STARTED = time.monotonic()
+
+
+def pytest_terminal_summary(terminalreporter, exitstatus):
+    if not COUNTS:
+        return
+    total = sum(COUNTS.values())
+    terminalreporter.write_line(f"fuzz: {total} examples of {len(COUNTS)} targets")
+    if path := os.environ.get("FUZZ_RECORD"):
+        record = {
+            "examples": total,
+            "failed": bool(exitstatus),
+            "seconds": round(time.monotonic() - STARTED, 1),
+            "targets": dict(sorted(COUNTS.items())),
+            "machine": f"{platform.machine()}, Python {platform.python_version()}",
+        }
+        Path(path).write_text(json.dumps(record, indent=2) + "\n")

@@ -1,0 +1,174 @@
+"""Running services while thousands of messages of no sense come in: a good client notices nothing."""
+
+import asyncio
+import random
+import socket
+import threading
+import time
+from contextlib import suppress
+
+import msgpack
+import numpy as np
+import zmq
+import zmq.asyncio
+from counting import COUNTS, SHARES, TOTAL
+from seeds import ARRAYS, CONTROL_TREES, META, REQUESTS
+
+from buffer.client import BufferClient
+from buffer.config import BufferConfig
+from buffer.prompts import PromptQueue
+from buffer.records import Group, Trajectory
+from buffer.server import BufferServer
+from buffer.store import Sources, Store
+from sync import wire as sync_wire
+from sync.config import SyncConfig
+from sync.control import Control
+from sync.receiver import Receiver
+from sync.stand_in import Behavior, StandInSink
+
+SHARES |= {"live_buffer": 200, "live_control": 200}
+MESSAGES = max(2000, TOTAL // 5)
+DEADLINE_S = 60.0
+"""Of each of the good client's calls, which raises past it."""
+
+
+def free_address():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+
+
+def rubbish(rng: random.Random, good: list[dict], frames: list[bytes]) -> list[bytes]:
+    """One multipart message: a header that is often near to a good one, and from none to five frames."""
+    header = dict(rng.choice(good))
+    for _ in range(rng.randrange(3)):
+        key = rng.choice([*header, "odd"])
+        values = [None, -1, 2**40, 1e308, float("nan"), "", "x" * 600, [], {}, [[[]]], b"\0", True]
+        header[key] = rng.choice(values)
+    raw = bytearray(msgpack.packb(header))
+    for _ in range(rng.choice([0, 0, 1, 3])):
+        raw[rng.randrange(len(raw))] = rng.randrange(256)
+    first = rng.choice(
+        [bytes(raw)] * 6 + [b"", b"\x91" * 2000, rng.randbytes(50), bytes(raw[: len(raw) // 2])]
+    )
+    more = [bytes(rng.choice([*frames, b"", rng.randbytes(40)])) for _ in range(rng.choice([0, 0, 1, 2, 5]))]
+    return [first, *more]
+
+
+def group_of(lease) -> Group:
+    ones = np.ones(4, np.uint8)
+    labels = np.full(4, lease.version, np.int32)
+    logprobs = np.full(4, -0.5, np.float32)
+    made = Trajectory(0, np.arange(4, dtype=np.int32), ones, logprobs, labels, 1.0, {}, "stop")
+    return Group(f"g-{lease.lease_id}", lease.lease_id, lease.prompt.prompt_id, lease.kind, (made,))
+
+
+def test_the_buffer_serves_on(tmp_path):
+    address = free_address()
+    # What the rubbish asks for now and then is granted: it may take leases, but no version nor the run's end.
+    asked = [h for h in REQUESTS if h["verb"] not in ("finished", "published", "committed")]
+
+    async def spoil(number: int) -> None:
+        rng = random.Random(number)
+        context = zmq.asyncio.Context()
+        raw = context.socket(zmq.DEALER)
+        raw.connect(address)
+        for sent in range(MESSAGES // 4):
+            await raw.send_multipart(rubbish(rng, asked, [META, bytes(ARRAYS)]))
+            COUNTS["live_buffer"] += 1
+            if sent % 50 == 0:
+                await asyncio.sleep(0.01)
+                while await raw.poll(0):
+                    await raw.recv_multipart()
+        raw.close(linger=1000)
+        context.term()
+
+    async def work(client: BufferClient, learner: BufferClient) -> int:
+        """Batches that were made of what the client delivered."""
+        index = 0
+        while index < 2 or not all(task.done() for task in spoiling):
+            for lease in await client.lease(2, 0.5):
+                assert await client.deliver(group_of(lease))
+            batch = await learner.batch(index, 0, 1, 0.5)
+            if batch is not None:
+                index += 1
+                await learner.published(index)
+        return index
+
+    async def go():
+        # The leases that rubbish is granted run out and come back to the good client.
+        config = BufferConfig(address=address, groups_per_batch=2, lease_timeout_s=1.0, max_message_mib=1)
+        prompts = PromptQueue([{"prompt": f"p{i}"} for i in range(64)], 0, None, False)
+        store = Store(tmp_path, "run", config, Sources(prompts, [], None), time.monotonic)
+        server = BufferServer(store, tmp_path / "buffer.sqlite", "run", config)
+        running = asyncio.create_task(server.run())
+        client = BufferClient(address, "rollout", "run", "good", DEADLINE_S)
+        learner = BufferClient(address, "learner", "run", "rank-0", DEADLINE_S)
+        async with client, learner:
+            await learner.published(0)
+            spoiling.extend(asyncio.create_task(spoil(n)) for n in range(4))
+            batches = await work(client, learner)
+            status = await learner.status()
+        assert not running.done()
+        running.cancel()
+        with suppress(asyncio.CancelledError):
+            await running
+        server.close()
+        store.close()
+        return batches, status
+
+    spoiling: list[asyncio.Task] = []
+    batches, status = asyncio.run(asyncio.wait_for(go(), 250))
+    assert batches >= 2, "served on, to the end"
+    assert status["bad_messages"] > MESSAGES / 4, "the rubbish came as far as the reader"
+
+
+def test_the_publisher_keeps_its_members():
+    address = free_address()
+    control = Control(address, "run", 5.0)
+    control.start()
+    evicted: list[str] = []
+
+    def spoil(number: int) -> None:
+        rng = random.Random(number)
+        context = zmq.Context()
+        raw = context.socket(zmq.DEALER)
+        raw.connect(address)
+        # As it may well do on loopback: leave and join under names of its own, but for the good one's.
+        good = CONTROL_TREES
+        for sent in range(MESSAGES // 4):
+            raw.send_multipart(rubbish(rng, good, [sync_wire.encode(sync_wire.Beat())]))
+            COUNTS["live_control"] += 1
+            if sent % 50 == 0:
+                time.sleep(0.01)
+                while raw.poll(0):
+                    raw.recv_multipart()
+        raw.close(linger=1000)
+        context.term()
+
+    async def go():
+        sink = StandInSink(Behavior(), print)
+        member = asyncio.create_task(Receiver(SyncConfig(address=address), "run", "good", sink).run())
+        while "good" not in control.members.names():  # noqa: ASYNC110 - the publisher's thread has no event
+            await asyncio.sleep(0.02)
+        threads = [threading.Thread(target=spoil, args=(n,)) for n in range(4)]
+        for thread in threads:
+            thread.start()
+        while any(thread.is_alive() for thread in threads):
+            with control.changed:
+                evicted.extend(name for name, _ in control.members.take_lost())
+            assert not member.done()
+            await asyncio.sleep(0.05)
+        await asyncio.sleep(1.0)  # a beat
+        assert control._thread.is_alive()
+        with control.changed:
+            names = control.members.names()
+        member.cancel()
+        await asyncio.wait([member])
+        return names
+
+    try:
+        assert "good" in asyncio.run(asyncio.wait_for(go(), 250))
+    finally:
+        control.close()
+    assert "good" not in evicted
