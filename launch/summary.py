@@ -42,6 +42,8 @@ class Summary:
     requeued: int
     """Prompts that went back to the queue."""
     requeued_causes: dict[str, int]
+    wasted_tokens: int
+    """Sampled for nothing, over all servers since their last start."""
     starvation: dict[str, float | None]
     """What was trained beside what was generated (`buffer.starvation.report`)."""
     duplicates: int
@@ -93,6 +95,7 @@ class Summary:
             ),
             ("groups", f"{self.evicted} evicted, {self.duplicates} duplicates"),
             ("requeued", _counts(self.requeued_causes)),
+            ("wasted", f"{self.wasted_tokens} sampled tokens"),
             ("starvation", self._starvation()),
             ("dropped", _counts(self.dropped)),
         ]
@@ -181,6 +184,9 @@ def summarize(run_dir: Path, history: History | None = None) -> Summary:
         evicted=int(buffer.get("evicted", 0)),
         requeued=sum(requeued.values()),
         requeued_causes=requeued,
+        wasted_tokens=sum(
+            int(lines[-1].get("wasted_tokens", 0)) for lines in history.servers.values() if lines
+        ),
         starvation=dict(buffer.get("starvation") or {}),
         duplicates=int(buffer.get("duplicates", 0)),
         dropped={rule: int(n) for rule, n in dict(buffer.get("dropped") or {}).items()},

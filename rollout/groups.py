@@ -83,10 +83,21 @@ class GroupRunner:
         """
         plan = self._plans[lease.kind]
         prompt_ids = self._renderer.render(lease.prompt.row, plan.max_tokens)
+        sampled: list[int] = []
+        try:
+            return await self._group(lease, prompt_ids, plan, sampled)
+        except BaseException:
+            self._meters.wasted_tokens += sum(sampled)
+            raise
+
+    async def _group(
+        self, lease: Lease, prompt_ids: list[int], plan: SamplingPlan, sampled: list[int]
+    ) -> Group:
+        """`sampled` is told of the tokens of every completion."""
         try:
             async with asyncio.timeout(self._timeout_s), asyncio.TaskGroup() as tasks:
                 running = [
-                    tasks.create_task(self._trajectory(index, lease, prompt_ids, plan))
+                    tasks.create_task(self._trajectory(index, lease, prompt_ids, plan, sampled))
                     for index in range(plan.samples)
                 ]
         except TimeoutError:
@@ -102,7 +113,7 @@ class GroupRunner:
         )
 
     async def _trajectory(
-        self, index: int, lease: Lease, prompt_ids: list[int], plan: SamplingPlan
+        self, index: int, lease: Lease, prompt_ids: list[int], plan: SamplingPlan, sampled: list[int]
     ) -> Trajectory:
         async def sample(ids: list[int], turn: int) -> Completion:
             version = self._version()
@@ -116,6 +127,7 @@ class GroupRunner:
             )
             completion = await self._engine.generate(request)
             self._meters.completed(completion)
+            sampled.append(len(completion.token_ids))
             return completion
 
         row = lease.prompt.row

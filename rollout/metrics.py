@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from buffer.records import Group
 from rollout.engine import Completion
 from sync.sink import StagePlan, WeightSink
 
@@ -33,6 +34,9 @@ class Meters:
         self.groups = 0
         self.completions = 0
         self.tokens = 0
+        self.wasted_tokens = 0
+        """Of finished completions whose group came to nothing."""
+        self._group_s: list[float] = []
         self.version: int | None = None
         self._server = server
         self._clock = clock
@@ -54,6 +58,15 @@ class Meters:
         self._close_idle()
         self._running -= 1
 
+    def delivered(self, group: Group, kept: bool, seconds: float) -> None:
+        """The buffer has a group, or did not want it; the line tells how long those for training took, from
+        the lease on."""
+        self.groups += 1
+        if not kept:
+            self.wasted_tokens += sum(int(t.loss_mask.sum()) for t in group.trajectories)
+        if group.kind == "train":
+            self._group_s.append(round(seconds, 3))
+
     def completed(self, completion: Completion) -> None:
         self.completions += 1
         self.tokens += len(completion.token_ids)
@@ -70,6 +83,7 @@ class Meters:
         now = self._clock()
         rate = (self.tokens - self._last_tokens) / max(now - self._last_time, 1e-9)
         self._last_time, self._last_tokens = now, self.tokens
+        group_s, self._group_s = self._group_s, []
         return {
             "time": time.time(),
             "server": self._server,
@@ -79,6 +93,8 @@ class Meters:
             "groups": self.groups,
             "completions": self.completions,
             "tokens": self.tokens,
+            "wasted_tokens": self.wasted_tokens,
+            "group_seconds": group_s,
             "publishes": self.publishes,
             **{f"waiting_s/{cause}": round(self._waiting_s[cause], 3) for cause in CAUSES},
             **{f"publish_s/{phase}": round(self.publish_s[phase], 3) for phase in ("stage", "load", "pause")},

@@ -39,19 +39,19 @@ def test_a_used_group_that_is_too_old_is_not_generated_again(bench, group):
 
 
 def test_a_payload_stays_until_no_batch_can_ask_for_it(bench, group):
-    b = filled(bench, group)
+    b = filled(bench, group, max_uses=2)
     found = [b.batch(i) for i in range(3)]
     payloads = "SELECT count(*) FROM payloads"
     b.do(lambda s: s.committed(1))
     with pytest.raises(BatchForgotten):
         b.batch(0)
-    assert b.store.database.one(payloads) == 4, "batch 2 holds the groups of batch 0 too"
+    assert b.store.database.one(payloads) == 4, "batch 2 holds the groups of batch 0 too, their last use"
     b.reopen()
     assert [b.batch(i) for i in (1, 2)] == found[1:]
     b.do(lambda s: s.committed(3))
-    assert b.store.database.one(payloads) == 4, "a use is left"
+    assert b.store.database.one(payloads) == 2, "of the two that batch 1 left a use of"
     assert b.batch(3) is not None
-    assert b.batch(4) is None, "used up, or too old"
+    assert b.batch(4) is None, "used up"
     b.do(lambda s: s.committed(4))
     assert b.store.database.one(payloads) == 0
     assert b.store.status()["trained"] == 4

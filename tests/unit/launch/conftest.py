@@ -100,7 +100,7 @@ def server_rows(steps: int) -> list[dict[str, Any]]:
     for line in range(int(steps * STEP_S / 2)):
         rate = 300 + 60 * math.sin(line / 9) + random.Random(line).uniform(-80, 80)
         rows.append({
-            "time": STARTED + 2 * line, "server": "server-0", "tokens_per_s": rate,
+            "time": STARTED + 2 * line, "server": "server-0", "tokens_per_s": rate, "wasted_tokens": line,
             "running_groups": 8, "waiting_s/leases": 0.3 * line, "waiting_s/weights": 4.0,
         })  # fmt: skip
     return rows

@@ -58,6 +58,11 @@ def test_servers_stand_still_while_they_are_paused():
     assert made.groups_per_second == pytest.approx(4 / 18, rel=0.02)
 
 
+def test_a_version_is_sent_when_the_one_before_is_loaded():
+    made = outcome(work=(0.5,), staleness=4, groups=20, train=0.1, send=0.5, load=3.0)
+    assert made.groups_per_second == pytest.approx(4 / (3.0 + 0.5), rel=0.02)
+
+
 class StorePool:
     """The real store, fed as the simulation says; durations come from the same seed as in `RulePool`."""
 

@@ -138,6 +138,30 @@ def test_requests_carry_the_plan_and_the_version_at_dispatch():
     assert len({r.request_id for r in requests}) == len(requests)
 
 
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_without_staleness_every_token_is_trained_by_the_version_that_sampled_it(staleness):
+    """The loop over the buffer, which asks for batch i at version i as the learner does. At staleness 1 the
+    same servers sample ahead: the test would see it."""
+    weights = Weights(0)
+
+    async def go():
+        ages = set()
+        engine = ScriptedEngine(plain_completion)
+        async with Bench(engine, weights=weights, epochs=9, config={"max_staleness": staleness}) as bench:
+            for index in range(6):
+                batch = await bench.buffer.batch(index, 0, 1, timeout_s=5)
+                assert batch is not None
+                for trajectory in (t for g in batch.groups for t in g.trajectories):
+                    ages |= set((index - trajectory.versions[trajectory.loss_mask > 0]).tolist())
+                # The learner trains; servers do all that they may.
+                await bench.until(lambda status: status["room"] == status["leased"] == 0)
+                weights.version = index + 1
+                await bench.buffer.published(index + 1)
+        return ages
+
+    assert asyncio.run(go()) == set(range(staleness + 1))
+
+
 def test_eval_leases_are_sampled_by_the_eval_plan():
     async def go():
         engine = ScriptedEngine(plain_completion)
@@ -227,6 +251,18 @@ def test_a_failed_completion_fails_its_group_which_is_tried_again_then_dropped()
     meters, status = asyncio.run(go())
     assert meters.failures == {"nonfinite_logprob": 4}
     assert meters.groups == status["stored"] == status["leased"] == 0
+
+
+def test_tokens_of_a_group_that_comes_to_nothing_are_wasted():
+    async def go():
+        engine = ScriptedEngine(one_bad_in_each_group("engine"))
+        async with Bench(engine, rows=ROWS[:1], epochs=1) as bench:
+            await bench.until(lambda status: bench.meters.failures["engine"] == 4)
+            return bench.meters
+
+    meters = asyncio.run(go())
+    assert meters.tokens == meters.wasted_tokens > 0
+    assert meters.line()["wasted_tokens"] == meters.wasted_tokens
 
 
 def test_the_other_completions_of_a_failed_group_are_cancelled():
