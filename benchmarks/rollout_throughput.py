@@ -124,7 +124,11 @@ def service_cpu_seconds() -> float:
 
 
 async def measure(experiment: RolloutExperiment, options: argparse.Namespace) -> dict[str, list[Any]]:
-    pool = RewardPool(FunctionReward(function="rollout.rewards:exact_number"), "rollout.rewards.answer")
+    pool = RewardPool(
+        FunctionReward(function="rollout.rewards:exact_number"),
+        "rollout.rewards.answer",
+        Path(experiment.run_dir) / "printed",
+    )
     await pool.start()
     rewards = TotalReward({"answer": (1.0, FunctionSource(pool))})
     engine = VLLMEngine(experiment.model, experiment.rollout.engine)

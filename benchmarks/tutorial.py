@@ -25,7 +25,7 @@ def main() -> None:
     run_dir = Path(sys.argv[1] if len(sys.argv) > 1 else "runs/tutorial")
     resumed = (HOME / run_dir).exists()
     started = time.monotonic()
-    pipeline = [sys.executable, "-m", "launch.cli", "pipeline", "configs/tutorial.yaml", f"run_dir={run_dir}"]
+    pipeline = [sys.executable, "-m", "launch", "pipeline", "configs/tutorial.yaml", f"run_dir={run_dir}"]
     subprocess.run(pipeline, cwd=HOME, check=True)
     seconds = None if resumed else round(time.monotonic() - started)
     folder = HOME / run_dir

@@ -1,15 +1,19 @@
 """`python -m buffer CONFIG [key=value …]`: one buffer service."""
 
-import logging
 import sys
 
-from buffer.config import BufferExperiment
-from buffer.experiment import load
+from buffer.ctrl_c import end_at_ctrl_c
 from buffer.stacks import answer_with_stacks
 
 
 def main(arguments: list[str]) -> None:
+    end_at_ctrl_c()
     answer_with_stacks()
+    import logging
+
+    from buffer.config import BufferExperiment
+    from buffer.experiment import load
+
     if not arguments or arguments[0].startswith("-"):
         sys.exit("usage: python -m buffer CONFIG [section.key=value …]")
     try:

@@ -17,7 +17,7 @@ from buffer.errors import DataExhausted as DataExhausted
 from buffer.errors import RunFinished as RunFinished
 from buffer.fields import flag, integer, mapping, texts
 from buffer.keys import ClientKeys
-from buffer.records import Batch, Group, Lease
+from buffer.records import Batch, GivenUp, Group, Lease
 from buffer.requester import Answer, Requester, new_id
 from buffer.wire import Request
 
@@ -35,7 +35,7 @@ class RolloutBuffer(Protocol):
     async def lease(self, max_groups: int, timeout_s: float) -> list[Lease]: ...
     async def renew(self, lease_ids: Sequence[str]) -> set[str]: ...
     async def deliver(self, group: Group) -> bool: ...
-    async def give_up(self, lease_id: str, reason: str, requeue: bool) -> None: ...
+    async def give_up(self, lease_id: str, reason: str, requeue: bool) -> GivenUp | None: ...
 
 
 class LearnerBuffer(Protocol):
@@ -144,9 +144,14 @@ class BufferClient:
         reply, _ = await self._call("deliver", {}, [meta, arrays])
         return flag(reply, "stored")
 
-    async def give_up(self, lease_id: str, reason: str, requeue: bool) -> None:
-        """Return a lease whose group failed; `reason` is counted, `requeue` puts the prompt back."""
-        await self._call("give_up", {"lease_id": lease_id, "reason": reason, "requeue": requeue})
+    async def give_up(self, lease_id: str, reason: str, requeue: bool) -> GivenUp | None:
+        """Return a lease whose group failed; `reason` is counted, `requeue` puts the prompt back.
+
+        Returns:
+            What became of the prompt; None if the lease was not ours any more.
+        """
+        reply, _ = await self._call("give_up", {"lease_id": lease_id, "reason": reason, "requeue": requeue})
+        return wire.decode_given_up(reply)
 
     # Learner
 

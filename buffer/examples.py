@@ -6,6 +6,8 @@ from typing import Any, Literal, get_args
 
 Stage = Literal["sft", "reward", "dpo", "rl", "pretraining"]
 STAGES: tuple[Stage, ...] = get_args(Stage)
+ROLES = ("system", "user", "assistant", "tool")
+"""Who may say a chat message."""
 
 
 class BadRow(ValueError):
@@ -78,14 +80,23 @@ class Example:
 
 
 def _check_prompt(prompt: Any) -> None:
-    if isinstance(prompt, tuple):
-        for message in prompt:
-            if not isinstance(message, dict) or not {"role", "content"} <= set(message):
-                raise BadRow(
-                    f"prompt: expected chat messages with `role` and `content`, got {shown(message)}"
-                )
+    for message in prompt if isinstance(prompt, tuple) else ():
+        _check_message(message)
     if not isinstance(prompt, str | tuple) or not prompt:
         raise BadRow(f"prompt: expected text or a list of chat messages, got {shown(prompt)}")
+
+
+def _check_message(message: Any) -> None:
+    if not isinstance(message, dict) or not {"role", "content"} <= set(message):
+        raise BadRow(f"prompt: expected chat messages with `role` and `content`, got {shown(message)}")
+    role, content = message["role"], message["content"]
+    if role not in ROLES:
+        raise BadRow(f"prompt: role {shown(role)}: expected one of {', '.join(ROLES)}")
+    if content is None and role == "assistant" and message.get("tool_calls"):
+        return
+    if not isinstance(content, str):
+        parts = " (parts such as images cannot be trained on)" if isinstance(content, list) else ""
+        raise BadRow(f"prompt: content of the {role}: expected text{parts}, got {shown(content)}")
 
 
 def shown(value: Any) -> str:

@@ -5,17 +5,23 @@ interpolates, checks, and turns every mistake into one line that names the key. 
 typo is told at once.
 """
 
-import difflib
+import re
 from collections.abc import Sequence
-from functools import reduce
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar, get_args
 
-import yaml
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
+from buffer.config_errors import ConfigError, bad_setting, explain_all, nearest
+from buffer.experiment_file import merged
 from buffer.order import parse_split
 from buffer.processor import native_dtype
 
@@ -26,14 +32,46 @@ SECTIONS = (
 """Every top-level key an experiment file may have, whoever reads it."""
 
 
-class ConfigError(ValueError):
-    """A mistake in an experiment file or an override; its text is one line per mistake, fit to print."""
+LARGEST_NUMBER = 2**31 - 1
+"""Of a setting that counts: more fits neither the store nor the wire."""
 
 
 class Section(BaseModel):
     """Base of every config section: immutable, and an unknown key is an error."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _numbers_are_numbers(cls, values: object) -> object:
+        """To pydantic a true is a 1, and YAML makes one of `yes` and `on`."""
+        for name, value in values.items() if isinstance(values, dict) else ():
+            kinds = _types(cls.model_fields[name].annotation) if name in cls.model_fields else set()
+            for item in value if isinstance(value, list) else [value]:
+                if isinstance(item, bool) and kinds & {int, float} and bool not in kinds:
+                    raise bad_setting(name, "float_type" if float in kinds else "int_type", value)
+                if isinstance(item, int) and int in kinds and abs(item) > LARGEST_NUMBER:
+                    raise bad_setting(name, "less_than_equal", value, le=LARGEST_NUMBER)
+        return values
+
+
+def _types(annotation: Any) -> set[Any]:
+    """The types that an annotation is made of, down to the single ones."""
+    arguments = get_args(annotation)
+    if arguments:
+        return set().union(*map(_types, arguments))
+    return {annotation} if isinstance(annotation, type) else set()
+
+
+def folder_name(value: str) -> str:
+    """A check for configurations: something that is the name of one folder, and of nothing beside it.
+
+    Raises:
+        ValueError: It is not.
+    """
+    if not re.fullmatch(r"\w(?:[\w .+-]{0,126}[\w.+-])?", value):
+        raise ValueError("expected one folder name of letters, digits, _ - + . and no / in it")
+    return value
 
 
 class ModelConfig(Section):
@@ -65,6 +103,14 @@ class FilesSource(Section):
     adapter: str = "auto"
     """How a row is read: a name of docs/data.md, `package.module:function` of your own, or `auto` to tell by
     the keys of the first rows."""
+
+    @field_validator("path", mode="before")
+    @classmethod
+    def _paths(cls, value: object) -> object:
+        paths = value if isinstance(value, list | tuple) else [value]
+        if not paths or not all(isinstance(path, str) for path in paths):
+            raise ValueError("expected a path or a list of paths")
+        return value
 
 
 class FunctionSource(Section):
@@ -159,10 +205,17 @@ class LoggingConfig(Section):
 class Experiment(Section):
     """What every service reads; a service's own class adds its sections."""
 
-    name: str
+    name: Annotated[str, AfterValidator(folder_name)]
     run_dir: str
     """Everything the run writes lies here."""
-    seed: int = 1
+    seed: int = Field(default=1, ge=0)
+
+    @field_validator("run_dir")
+    @classmethod
+    def _is_somewhere(cls, value: str) -> str:
+        if not value.strip():
+            raise ValueError("expected a folder")
+        return value
 
 
 S_ = TypeVar("S_", bound=Section)
@@ -173,7 +226,7 @@ def load(path: str | Path, overrides: list[str], schema: type[S_], sections: Seq
 
     Args:
         path: The YAML file; `base: other.yaml` in it, relative to it, is read first and merged under it
-            (a section whose `kind` changes takes nothing from under it).
+            (a section whose `kind` changes, or that is {}, takes nothing from under it).
         overrides: `section.key=value` texts, in OmegaConf's dotlist syntax; they win over the file.
         schema: The sections to check; known sections that it lacks are left unread.
         sections: The top-level keys that are known.
@@ -181,110 +234,12 @@ def load(path: str | Path, overrides: list[str], schema: type[S_], sections: Seq
     Raises:
         ConfigError: One line per mistake: file, key, what was expected.
     """
-    merged = _merge(Path(path), overrides)
-    for key in merged:
+    found = merged(Path(path), overrides)
+    for key in found:
         if key not in sections:
-            raise ConfigError(f"{path}: {key}: unknown section{_nearest(str(key), sections)}")
-    wanted = {key: merged[key] for key in schema.model_fields if key in merged}
+            raise ConfigError(f"{path}: {key}: unknown section{nearest(str(key), sections)}")
+    wanted = {key: found[key] for key in schema.model_fields if key in found}
     try:
         return schema.model_validate(wanted)
     except ValidationError as error:
-        raise ConfigError("\n".join(_explain(path, e, schema) for e in error.errors())) from None
-
-
-def _merge(path: Path, overrides: list[str]) -> dict[str, Any]:
-    for text in overrides:
-        if "=" not in text:
-            raise ConfigError(f"override {text!r}: expected section.key=value")
-    try:
-        layers = [*(OmegaConf.load(p) for p in _chain(path)), OmegaConf.from_dotlist(overrides)]
-        merged = reduce(_over, (OmegaConf.to_container(layer) for layer in layers))
-        resolved = OmegaConf.to_container(OmegaConf.create(merged), resolve=True)
-    except FileNotFoundError as error:
-        missing = "" if Path(error.filename) == path else f"base: {error.filename}: "
-        raise ConfigError(f"{path}: {missing}no such file") from None
-    except RecursionError:
-        raise ConfigError(f"{path}: nested too deeply") from None
-    except ConfigError:
-        raise
-    except (yaml.YAMLError, OmegaConfBaseException, ValueError, OSError) as error:
-        raise ConfigError(f"{path}: {' '.join(str(error).split())}") from None
-    if not isinstance(resolved, dict):
-        raise ConfigError(f"{path}: expected a mapping of sections, found {type(resolved).__name__}")
-    return {str(k): v for k, v in resolved.items() if k != "base"}
-
-
-def _over(lower: Any, upper: Any) -> Any:
-    """Mappings are merged, anything else is replaced; so is a mapping whose `kind` changes, because the keys
-    of one kind mean nothing to another."""
-    if not isinstance(lower, dict) or not isinstance(upper, dict):
-        return upper
-    kinds = [layer["kind"] for layer in (lower, upper) if isinstance(layer.get("kind"), str)]
-    if len(set(kinds)) > 1:
-        return upper
-    return {**lower, **{key: _over(lower[key], v) if key in lower else v for key, v in upper.items()}}
-
-
-def _chain(path: Path) -> list[Path]:
-    """The files to merge, base first. Refuses a ring of bases."""
-    chain = [path]
-    while True:
-        raw = yaml.safe_load(chain[0].read_text())
-        base = raw.get("base") if isinstance(raw, dict) else None
-        if base is None:
-            return chain
-        parent = chain[0].parent / str(base)
-        if parent in chain:
-            raise ConfigError(f"{path}: base: {parent} includes itself")
-        chain.insert(0, parent)
-
-
-def _explain(path: str | Path, error: Any, schema: type[BaseModel]) -> str:
-    keys, siblings = _locate(error["loc"], schema)
-    where = ".".join(keys)
-    if error["type"] == "extra_forbidden":
-        return f"{path}: {where}: unknown key{_nearest(keys[-1], siblings)}"
-    # A section's own check names its values itself; the whole section's input would bury the line.
-    told = error["type"] == "missing" or isinstance(error["input"], dict)
-    given = "" if told else f", got {error['input']!r}"
-    reason = error["msg"].removeprefix("Value error, ")
-    return f"{path}: {where}{': ' if where else ''}{reason}{given}"
-
-
-def _locate(loc: tuple[Any, ...], schema: type[BaseModel]) -> tuple[list[str], list[str]]:
-    """The keys down to a mistake, and those that were allowed where the last of them stands.
-
-    A place also names each union's arm on the way, by its `kind` or by a key that only that arm has.
-    """
-    models: list[Any] = [schema]
-    keys: list[str] = []
-    for part in loc[:-1]:
-        having = [m for m in models if part in m.model_fields]
-        below = [arm for m in having for arm in _arms(m.model_fields[part].annotation)]
-        arms = [m for m in models if part == _tag(m)] or having
-        if below or len(models) == 1 or not arms:
-            keys.append(str(part))
-            models = below or models
-        else:
-            models = arms
-    return [*keys, *map(str, loc[-1:])], sorted({key for model in models for key in model.model_fields})
-
-
-def _arms(annotation: Any) -> list[Any]:
-    """The models in an annotation: itself, or the arms of a union."""
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return [annotation]
-    return [m for arm in getattr(annotation, "__args__", ()) for m in _arms(arm)]
-
-
-def _tag(model: type[BaseModel]) -> Any:
-    kind = model.model_fields.get("kind")
-    return getattr(kind.annotation, "__args__", (None,))[0] if kind else None
-
-
-def _nearest(key: str, known: Any) -> str:
-    known = list(known)
-    close = difflib.get_close_matches(key, known, n=3, cutoff=0.5)
-    if close:
-        return f"; did you mean {' or '.join(close)}?"
-    return f"; known here: {', '.join(sorted(known))}"
+        raise ConfigError(explain_all(path, error.errors(), schema)) from None

@@ -34,23 +34,30 @@ def _inspect(connection: sqlite3.Connection) -> dict[str, Any]:
     # One snapshot for all of it, while the service writes on.
     connection.execute("BEGIN")
     facts = dict(connection.execute("SELECT name, value FROM facts").fetchall())
+    trained = facts.get("published") or 0
+    # A batch is kept until each checkpoint that a resume may start from holds it: its groups stay `batched`
+    # in the tables long after the learner trained them.
+    case = "CASE WHEN state = 'batched' AND {} THEN 'trained' ELSE state END"
+    waiting = f"SELECT sequence FROM members WHERE batch >= {int(trained)}"
+    made = f"SELECT prompt_id FROM members JOIN groups USING (sequence) WHERE batch < {int(trained)}"
+    of_group, of_prompt = case.format(f"sequence NOT IN ({waiting})"), case.format(f"prompt_id IN ({made})")
     oldest = connection.execute(
         "SELECT group_id, prompt_id, oldest_version, tokens FROM groups WHERE state = 'stored' "
         "ORDER BY oldest_version, turn LIMIT 1"
     ).fetchone()
     ledger: dict[int, dict[str, int]] = {}
     for epoch, state, count in connection.execute(
-        "SELECT epoch, state, count(*) FROM prompts WHERE kind = 'train' "
-        "GROUP BY epoch, state ORDER BY epoch, state"
+        f"SELECT epoch, {of_prompt}, count(*) FROM prompts WHERE kind = 'train' GROUP BY 1, 2 ORDER BY 1, 2"
     ):
         ledger.setdefault(epoch, {})[state] = count
     return {
         "run_id": facts.get("run_id"),
         "published": facts.get("published"),
         "frontier": facts.get("frontier", 0),
+        "trained": trained,
         "committed": facts.get("committed", 0),
         "finished": facts.get("finished"),
-        "groups": pairs("SELECT state, count(*) FROM groups GROUP BY state"),
+        "groups": pairs(f"SELECT {of_group}, count(*) FROM groups GROUP BY 1"),
         "leases": pairs("SELECT name, count(*) FROM leases GROUP BY name ORDER BY name"),
         "prompts": ledger,
         "stored_versions": pairs(
@@ -65,7 +72,7 @@ def _inspect(connection: sqlite3.Connection) -> dict[str, Any]:
         if oldest is None
         else dict(zip(("group_id", "prompt_id", "oldest_version", "tokens"), oldest, strict=True)),
         "dropped": pairs("SELECT rule, count(*) FROM prompts WHERE state = 'dropped' GROUP BY rule"),
-        "counters": pairs("SELECT name, value FROM counters ORDER BY name"),
+        "counters": pairs("SELECT name, value FROM counters WHERE name != 'trained' ORDER BY name"),
         "eval_scores": pairs("SELECT version, score FROM evals WHERE state != 'open' ORDER BY version"),
         "starvation": starvation(connection),
         "payload_bytes": connection.execute(

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from buffer.database import Database
 from buffer.examples import BadRow
 from buffer.prompts import PromptQueue, Row
-from buffer.records import Lease, Prompt
+from buffer.records import GivenUp, Lease, Prompt
 
 logger = logging.getLogger(__name__)
 
@@ -177,15 +177,15 @@ class Ledger:
         self._database.count(f"dropped/{rule}")
         self.changed = True
 
-    def fail(self, prompt_id: str, reason: str, requeue: bool) -> bool:
-        """Count a failure; whether the prompt goes back to the queue rather than being dropped.
+    def fail(self, prompt_id: str, reason: str, requeue: bool) -> GivenUp:
+        """Count a failure; the prompt goes back to the queue, or is dropped.
 
         What no try can mend is dropped under its reason's name, what failed too often under `failed`. A
         server that stops says nothing about the prompt.
         """
         if reason == SERVER_STOPPED:
             self.requeue(prompt_id, SERVER_STOPPED)
-            return True
+            return GivenUp(0, MAX_FAILURES + 1, True)
         self._database.count(f"failed/{reason}")
         failures = self._database.one(
             "UPDATE prompts SET failures = failures + 1 WHERE prompt_id = ? RETURNING failures", prompt_id
@@ -195,4 +195,4 @@ class Ledger:
             self.requeue(prompt_id, "failed")
         else:
             self.drop(prompt_id, "failed" if requeue else reason)
-        return again
+        return GivenUp(failures, MAX_FAILURES + 1, again)

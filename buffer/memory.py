@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from buffer import assembly, groups
 from buffer.config import BufferConfig
 from buffer.prompts import PromptQueue, Row
-from buffer.records import Batch, Group, Lease
+from buffer.records import Batch, GivenUp, Group, Lease
 from buffer.store import Sources, Store
 
 T = TypeVar("T")
@@ -48,8 +48,8 @@ class MemoryBuffer:
         meta, arrays = groups.encode_group(group)
         return self._do(lambda: self.store.deliver(groups.decode_delivery(meta, arrays)))
 
-    async def give_up(self, lease_id: str, reason: str, requeue: bool) -> None:
-        self._do(lambda: self.store.give_up(lease_id, reason, requeue))
+    async def give_up(self, lease_id: str, reason: str, requeue: bool) -> GivenUp | None:
+        return self._do(lambda: self.store.give_up(lease_id, reason, requeue))
 
     async def batch(self, index: int, dp_rank: int, dp_size: int, timeout_s: float) -> Batch | None:
         found = await self._poll(timeout_s, lambda: self.store.batch(index))

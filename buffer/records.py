@@ -22,6 +22,18 @@ class Prompt:
 
 
 @dataclass(frozen=True, slots=True)
+class GivenUp:
+    """What became of a prompt whose group failed."""
+
+    tries: int
+    """So far; what a server that stops hands back is none."""
+    most: int
+    """After so many it is dropped."""
+    queued: bool
+    """Whether it will be tried again."""
+
+
+@dataclass(frozen=True, slots=True)
 class Lease:
     """A prompt lent to one server until `timeout_s` after its last renewal."""
 

@@ -173,7 +173,10 @@ class BufferServer:
             case "deliver":
                 return await self._deliver(frames), []
             case "give_up":
-                await submit(lambda s: s.give_up(fields["lease_id"], fields["reason"], fields["requeue"]))
+                outcome = await submit(
+                    lambda s: s.give_up(fields["lease_id"], fields["reason"], fields["requeue"])
+                )
+                return wire.encode_given_up(outcome), []
             case "batch":
                 return await self._batch(request)
             case "published":

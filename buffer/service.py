@@ -95,6 +95,7 @@ def _stop_on_signals() -> asyncio.Event:
     def first(number: signal.Signals) -> None:
         logger.info("%s: stopping", number.name)
         loop.remove_signal_handler(number)
+        signal.signal(number, signal.SIG_DFL)
         stop.set()
 
     for number in (signal.SIGINT, signal.SIGTERM):

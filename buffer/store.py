@@ -23,7 +23,7 @@ from buffer.groups import Delivery
 from buffer.ledger import Ledger
 from buffer.policies import ADVANTAGE, priority
 from buffer.prompts import PromptQueue, Row, fingerprint
-from buffer.records import Lease
+from buffer.records import GivenUp, Lease
 from buffer.staleness import Stock, admissible, oldest_trainable
 from buffer.starvation import starvation
 
@@ -142,14 +142,16 @@ class Store:
             self._stock_changed = True  # a batch may have waited for it
         return len(late)
 
-    def give_up(self, lease_id: str, reason: str, requeue: bool) -> None:
-        """A group failed at its server. Without effect when the lease is not live any more."""
+    def give_up(self, lease_id: str, reason: str, requeue: bool) -> GivenUp | None:
+        """A group failed at its server. Without effect, and None, when the lease is not live any more."""
         prompt_id = self.ledger.end(lease_id)
         if prompt_id is None:
-            return
+            return None
         self._stock_changed = True  # a batch may have waited for it, or the data may be exhausted by it
-        if not self.ledger.fail(prompt_id, reason, requeue):
+        outcome = self.ledger.fail(prompt_id, reason, requeue)
+        if not outcome.queued:
             self.evaluations.dropped(prompt_id)
+        return outcome
 
     # Groups
 

@@ -24,6 +24,8 @@ logger = logging.getLogger(__name__)
 
 LOOKED_AT = 16
 """First rows that tell a source's shape."""
+RULES = 2
+"""Raised by one whenever a row that passed may be refused: large files are then checked anew."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,7 +185,7 @@ def check(sources: Sequence[Source], skip_bad_rows: bool) -> None:
             _check_any(source)
             continue
         key = None if ":" in source.adapter.name else source.table.key
-        passed = f"{key}.{source.adapter.name}.{source.stage}.{source.split or 'all'}.checked"
+        passed = f"{key}.{source.adapter.name}.{source.stage}.{source.split or 'all'}.{RULES}.checked"
         if key is not None:
             if (cache.folder() / passed).exists():
                 continue

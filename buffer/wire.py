@@ -14,7 +14,7 @@ from typing import Any, cast
 from buffer.errors import KINDS, BadMessage, Refusal, WrongRun
 from buffer.fields import choice, flag, integer, mapping, number, pack, sequence, text, texts, unpack
 from buffer.groups import Frame
-from buffer.records import Lease, Prompt
+from buffer.records import GivenUp, Lease, Prompt
 
 SCHEMA = 1
 """Raised by one whenever the bytes change their meaning; a peer with another number is refused."""
@@ -151,6 +151,18 @@ def decode_reply(frame: Frame) -> tuple[str, dict[str, Any]]:
 def raise_if_refused(reply: dict[str, Any]) -> None:
     if "refused" in reply:
         raise KINDS.get(text(reply, "refused"), Refusal)(str(reply.get("text", "")))
+
+
+def encode_given_up(outcome: GivenUp | None) -> dict[str, Any]:
+    if outcome is None:
+        return {}
+    return {"tries": outcome.tries, "most": outcome.most, "queued": outcome.queued}
+
+
+def decode_given_up(reply: dict[str, Any]) -> GivenUp | None:
+    if "tries" not in reply:
+        return None
+    return GivenUp(integer(reply, "tries"), integer(reply, "most"), flag(reply, "queued"))
 
 
 def encode_leases(leases: Sequence[Lease]) -> dict[str, Any]:

@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
 
 import typer
 
+from buffer.ctrl_c import EXIT_INTERRUPTED
+
 if TYPE_CHECKING:
     from launch.experiment import WholeExperiment
 
 EXIT_USAGE = 2
-EXIT_INTERRUPTED = 130
 UsageError: Any = typer.BadParameter.__mro__[1]
 """What typer raises for a wrong command line; it has no public name there."""
 
@@ -82,11 +83,9 @@ def scorer(
     overrides: Overrides = None,
 ) -> None:
     """Serve one reward model to the rollout servers, for the whole run."""
-    from launch.experiment import read
-    from rollout.scorer.folder import model_reward
+    from launch.experiment import check_scorer
 
-    experiment = read(config, overrides or [], [])
-    model_reward(experiment.rollout, experiment.model, name)
+    check_scorer(config, overrides or [], name)
     _become("rollout.scorer", str(config), "--name", name, *(overrides or []))
 
 
@@ -257,13 +256,18 @@ def tune(
 
 
 @app.command()
-def doctor(config: Annotated[Path | None, typer.Argument(metavar="[CONFIG]")] = None) -> None:
+def doctor(
+    config: Annotated[
+        Path | None, typer.Argument(metavar="[CONFIG]", help="An experiment to check too.")
+    ] = None,
+    overrides: Overrides = None,
+) -> None:
     """What this machine has, and whether it is enough to run here."""
     from rich.console import Console
 
     from launch.doctor import diagnose, print_diagnosis
 
-    raise typer.Exit(print_diagnosis(diagnose(config), Console()))
+    raise typer.Exit(print_diagnosis(diagnose(config, overrides or []), Console()))
 
 
 @app.command()
@@ -376,15 +380,28 @@ def _resumable(output: Path) -> Iterator[None]:
         fail(f"{failure}; {output} keeps what was written, the same command goes on from there")
 
 
+INSPECTED = {
+    "published": "policy version that the servers hold",
+    "frontier": "batches put together",
+    "trained": "batches that the learner made a version of",
+    "committed": "batches in every checkpoint that a resume may start from, and deleted here",
+}
+"""What numbers of `buffer inspect` count, where their names do not say it."""
+
+
 def _inspect(run_dir: Path) -> None:
     """One line a fact; a mapping's entries on the same line."""
     from buffer.inspection import inspect
 
     for name, value in inspect(run_dir).items():
-        shown = (
-            ", ".join(f"{k}: {v}" for k, v in value.items()) or "none" if isinstance(value, dict) else value
-        )
-        typer.echo(f"{name.replace('_', ' '):<16} {'none' if shown is None else shown}")
+        shown = _entries(value) if isinstance(value, dict) else "none" if value is None else str(value)
+        about = f"   {INSPECTED[name]}" if name in INSPECTED else ""
+        typer.echo(f"{name.replace('_', ' '):<16} {shown}{about}")
+
+
+def _entries(mapping: dict[Any, Any]) -> str:
+    told = (f"{k}: ({_entries(v)})" if isinstance(v, dict) else f"{k}: {v}" for k, v in mapping.items())
+    return ", ".join(told) or "none"
 
 
 def _check(config: Path, overrides: list[str] | None, service: str) -> "WholeExperiment":
@@ -414,7 +431,3 @@ def fail(reason: str) -> NoReturn:
     for line in reason.splitlines():
         typer.echo(f"error: {line}", err=True)
     sys.exit(EXIT_USAGE)
-
-
-if __name__ == "__main__":
-    main()

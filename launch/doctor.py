@@ -42,10 +42,11 @@ class Finding:
     told: str
 
 
-def diagnose(config: Path | None = None) -> list[Finding]:
+def diagnose(config: Path | None = None, overrides: list[str] | None = None) -> list[Finding]:
     """
     Args:
         config: An experiment to check too: its file, its model, its ports.
+        overrides: `section.key=value` texts, as `slipstream run` takes them.
 
     Raises:
         ConfigError: The experiment has a mistake.
@@ -55,7 +56,7 @@ def diagnose(config: Path | None = None) -> list[Finding]:
     findings += [_torch(), *_clashes(), _gpus()]
     listening = {"buffer.address": BufferConfig().address, "sync.address": SyncConfig().address}
     if config:
-        experiment = read(config, [])
+        experiment = read(config, overrides or [])
         listening = addresses(experiment)
         findings.append(
             Finding("ok", "experiment", f"{config}: no mistakes found, model {experiment.model.path}")
@@ -156,6 +157,8 @@ def _gpus() -> Finding:
 
 def _port(name: str, address: str) -> Finding:
     host, _, port = address.removeprefix("tcp://").rpartition(":")
+    if port == "0":
+        return Finding("ok", f"{name} port", "0: `slipstream run` takes a free one")
     if port_is_free(host, int(port)):
         return Finding("ok", f"{name} port", f"{address} is free")
     return Finding(

@@ -4,8 +4,7 @@ Each service reads its own sections; the command line reads all of them before i
 mistake in the learner's section is told in a second and not after the engine has loaded.
 """
 
-import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from glob import glob
 from itertools import combinations
 from pathlib import Path
@@ -13,6 +12,7 @@ from pathlib import Path
 import yaml
 
 from buffer.config import BufferConfig, BufferExperiment
+from buffer.config_errors import shown
 from buffer.dotted import fault, is_dotted
 from buffer.experiment import (
     BlendSource,
@@ -30,20 +30,24 @@ from buffer.experiment import (
     SingleSource,
     load,
 )
+from buffer.experiment_file import merged
 from buffer.keys import KeysError, check_keys
 from buffer.router import unguarded
-from launch.demo_model import MODEL_DIR
+from launch import model_folder
 from learner.config import LearnerConfig, LearnerExperiment, TrainingConfig
 from learner.offline.config import OfflineExperiment
 from rollout.config import FunctionReward, ModelReward, RolloutConfig, RolloutExperiment, engine_faults
 from rollout.scorer import folder
+from rollout.scorer.folder import model_reward
 from sync.addresses import host_of
 from sync.config import SyncConfig
-from sync.expected import damage
-
-TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 SERVICES = ("buffer", "rollout", "scorer", "learner")
+
+ANY_PORT = (
+    "port 0 is whichever is free, and the other services could not know which; set a fixed one (only "
+    "`slipstream run`, which starts them all, takes 0)"
+)
 
 SCHEMAS = (BufferExperiment, RolloutExperiment, LearnerExperiment)
 """What the services read: each has checks of its own, which then cannot surprise after the start."""
@@ -103,11 +107,20 @@ def _addresses(e: WholeExperiment) -> list[str]:
     ]
 
 
+def _is_address(text: str) -> bool:
+    host, _, port = text.removeprefix("tcp://").rpartition(":")
+    return text.startswith("tcp://") and bool(host) and port.isdecimal() and int(port) <= 65535
+
+
 def _reach(e: WholeExperiment) -> list[str]:
     """Addresses that nobody may listen at without keys; and keys where they would be passed on."""
     keys = e.security.keys
     if keys is None:
-        return [told for key, address in addresses(e).items() if (told := unguarded(key, address))]
+        return [
+            told
+            for key, address in addresses(e).items()
+            if _is_address(address) and (told := unguarded(key, address))
+        ]
     if Path(e.run_dir).resolve() in (Path(keys).resolve(), *Path(keys).resolve().parents):
         return [f"security.keys={keys}: lies in run_dir={e.run_dir}, which is for others to read; move it"]
     try:
@@ -115,6 +128,18 @@ def _reach(e: WholeExperiment) -> list[str]:
     except ValueError as error:
         return [str(error)]
     return []
+
+
+def _ports(e: WholeExperiment, services: Collection[str]) -> list[str]:
+    """Addresses that the services which start here could not be told of each other, or that are none."""
+    together = set(services) in (set(), set(SERVICES))
+    reasons: list[str] = []
+    for key, address in addresses(e).items():
+        if not _is_address(address):
+            reasons.append(f"{key}={address}: expected tcp://HOST:PORT")
+        elif address.endswith(":0") and not together:
+            reasons.append(f"{key}={address}: {ANY_PORT}")
+    return reasons
 
 
 def _prompts(e: WholeExperiment | OfflineExperiment) -> dict[str, SingleSource]:
@@ -199,7 +224,7 @@ def _scored_lengths(e: WholeExperiment) -> list[str]:
 CHECKS = (_lengths, _shards, _addresses, _reach, _sources, _scored_lengths)
 
 
-def read(path: str | Path, overrides: list[str], services: Iterable[str] = SERVICES) -> WholeExperiment:
+def read(path: str | Path, overrides: list[str], services: Collection[str] = SERVICES) -> WholeExperiment:
     """Read and check everything that can be checked without loading the model.
 
     Args:
@@ -210,29 +235,78 @@ def read(path: str | Path, overrides: list[str], services: Iterable[str] = SERVI
     Raises:
         ConfigError: One line per mistake.
     """
+    _is_a_run(path, overrides)
     experiment = load(path, overrides, WholeExperiment)
     for schema in SCHEMAS:
         load(path, overrides, schema)
     reasons = [reason for check in CHECKS for reason in check(experiment)]
-    reasons += _unknown_functions(experiment, services) + _keys(experiment, services)
+    reasons += _ports(experiment, services) + _unknown_functions(experiment, services)
+    reasons += _keys(experiment, services)
     if "buffer" in services:
         reasons += missing_rows(experiment)
     if "rollout" in services:
         reasons += engine_faults("rollout.engine", experiment.rollout.engine)
     if "rollout" in services or "learner" in services:
-        reasons += model_folder(experiment.model)
+        reasons += _models(experiment, services)
     if "learner" in services:
         reasons += missing_start(experiment.learner) + _missing(_texts(experiment))
-        if experiment.learner.value is not None:
-            reasons += model_folder(experiment.model, "learner.value.path", experiment.learner.value.path)
     if "scorer" in services:
         for name, reward in reward_models(experiment).items():
-            longest = folder.longest(experiment.model, reward)
-            reasons += folder.faults(f"rollout.rewards.{name}.model", reward.model, longest)
-            reasons += engine_faults(f"rollout.rewards.{name}.engine", reward.engine)
+            reasons += scorer_faults(experiment, name, reward)
     if reasons:
         raise ConfigError("\n".join(f"{path}: {reason}" for reason in reasons))
     return experiment
+
+
+def _is_a_run(path: str | Path, overrides: list[str]) -> None:
+    """Tell other kinds of files by what they alone have.
+
+    Raises:
+        ConfigError: It is one, with the command for it.
+    """
+    found = merged(Path(path), overrides)
+    stage = found.get("stage")
+    if isinstance(stage, dict) and stage.get("kind") in ("sft", "reward", "dpo"):
+        raise ConfigError(
+            f"{path}: stage: of an offline stage's file, which `slipstream {stage['kind']}` runs"
+        )
+    if "stages" in found:
+        raise ConfigError(f"{path}: stages: of a pipeline's file, which `slipstream pipeline` runs")
+
+
+def _models(e: WholeExperiment, services: Iterable[str]) -> list[str]:
+    """Of the policy and of the value model."""
+    path, length = e.model.path, e.model.max_length
+    if "learner" not in services:
+        return model_folder.trained("model.path", path, length)
+    layout, value = e.learner.parallel, e.learner.value
+    found = model_folder.trained("model.path", path, length, layout)
+    if value is not None:
+        found += model_folder.trained(
+            "learner.value.path", value.path, length, layout, head="score", tokenizer=False
+        )
+    return found
+
+
+def scorer_faults(e: WholeExperiment, name: str, reward: ModelReward) -> list[str]:
+    """Why the scorer of a reward model could not serve it here."""
+    key = f"rollout.rewards.{name}"
+    found = folder.faults(f"{key}.model", reward.model, folder.longest(e.model, reward))
+    found = found or model_folder.served(f"{key}.model", reward.model)
+    return found + engine_faults(f"{key}.engine", reward.engine)
+
+
+def check_scorer(path: str | Path, overrides: list[str], name: str) -> None:
+    """Read and check what the scorer of one reward model needs here.
+
+    Raises:
+        ConfigError: One line per mistake.
+    """
+    experiment = read(path, overrides, [])
+    reward = model_reward(experiment.rollout, experiment.model, name)
+    reasons = _ports(experiment, ["scorer"]) + scorer_faults(experiment, name, reward)
+    if reasons:
+        raise ConfigError("\n".join(f"{path}: {reason}" for reason in reasons))
 
 
 def missing_rows(e: WholeExperiment | OfflineExperiment) -> list[str]:
@@ -251,35 +325,6 @@ def _missing(sources: Mapping[str, SingleSource]) -> list[str]:
     return reasons
 
 
-def model_folder(model: ModelConfig, key: str = "model.path", path: str | None = None) -> list[str]:
-    """Why the folder that `key` names cannot be one that is loaded, as far as its files tell unread."""
-    path = model.path if path is None else path
-    config = Path(path) / "config.json"
-    if not config.is_file():
-        made = "; `python -m launch.demo_model` makes it" if Path(path) == MODEL_DIR else ""
-        return [f"{key}={path}: no config.json in it, expected a Hugging Face folder{made}"]
-    try:
-        fields = json.loads(config.read_text())
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        return [f"{key}={path}: config.json is not JSON: {error}"]
-    longest = fields.get("max_position_embeddings") if isinstance(fields, dict) else None
-    if isinstance(longest, int) and model.max_length > longest:
-        return [f"model.max_length={model.max_length}: the model in {path} takes at most {longest}"]
-    return _files(key, Path(path))
-
-
-def _files(key: str, folder: Path) -> list[str]:
-    weights = sorted(folder.glob("*.safetensors"))
-    if not weights:
-        return [f"{key}={folder}: no weights in it, expected *.safetensors beside config.json"]
-    damages = [found for path in weights if (found := damage(path))]
-    if damages:
-        return [f"{key}={folder}: {damages[0]}; bring it here again"]
-    if key == "model.path" and not any((folder / name).is_file() for name in TOKENIZERS):
-        return [f"{key}={folder}: no tokenizer in it, expected {' or '.join(TOKENIZERS)}"]
-    return []
-
-
 def missing_start(learner: TrainingConfig) -> list[str]:
     path = learner.init_from
     if path is None or (Path(path) / "meta.json").is_file():
@@ -295,7 +340,8 @@ def differences(old: dict, new: dict, prefix: str = "") -> list[str]:
         if isinstance(before, dict) and isinstance(after, dict):
             found += differences(before, after, f"{prefix}{key}.")
         elif before != after:
-            found.append(f"{prefix}{key} {before} → {after}")
+            old_value, new_value = (v if isinstance(v, str) else shown(v) for v in (before, after))
+            found.append(f"{prefix}{key} {old_value} → {new_value}")
     return found
 
 

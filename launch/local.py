@@ -114,6 +114,8 @@ def locked(run_dir: Path) -> Iterator[None]:
     Raises:
         RunError: Another process holds it, or it cannot be written.
     """
+    if run_dir.exists() and not run_dir.is_dir():
+        raise RunError(f"run_dir={run_dir}: is no folder; expected one, which need not exist yet")
     with writing(run_dir):
         run_dir.mkdir(parents=True, exist_ok=True)
         lock = (run_dir / ".lock").open("a+")
@@ -203,6 +205,11 @@ def write_config(e: Experiment, console: Console) -> Path:
     return path
 
 
+def checkpoints(run_dir: Path) -> list[Path]:
+    """Those that are complete, oldest first."""
+    return sorted(meta.parent for meta in (run_dir / "checkpoints").glob("step-*/meta.json"))
+
+
 def deadlines(services: Sequence[Service]) -> dict[str, float]:
     """Seconds that each role has to stop, in the order in which they do."""
     roles = dict.fromkeys(service.role for service in services)
@@ -231,8 +238,8 @@ def announce(e: WholeExperiment, history: History, console: Console) -> None:
     for key, text in lines.items():
         console.print(f"  [dim]{key:<9}[/] {text}", highlight=False, soft_wrap=True)
     if history.steps:
-        kept = sorted((Path(e.run_dir) / "checkpoints").glob("step-*/meta.json"))
-        where = kept[-1].parent.name if kept else "the first step"
+        kept = checkpoints(Path(e.run_dir))
+        where = kept[-1].name if kept else "the first step"
         console.print(
             f"  [dim]{'resuming':<9}[/] from {where}; {max(history.steps)} steps were made", highlight=False
         )
@@ -246,14 +253,18 @@ def conclude(
     def say(text: str) -> None:
         console.print(text, highlight=False, markup=False, soft_wrap=True)
 
+    kept = checkpoints(Path(e.run_dir))
+    onward = "To go on from the last checkpoint" if kept else "There is no checkpoint yet. To start again"
     if interrupted:
-        say(f"stopped. To go on from the last checkpoint: {command}")
+        say(f"stopped. {onward}: {command}")
         return 130
     if failure:
         for line in failure.lines:
             say(f"  {failure.service} │ {line}")
+        if failure.cause:
+            say(f"  {failure.service} │ the last error in its log: {failure.cause}")
         say(f"{failure.service} {failure.reason}; whole log: {failure.log}")
-        say(f"To go on from the last checkpoint once that is mended: {command}")
+        say(f"{onward} once that is mended: {command}")
         return 1
     from launch.report import write_report  # matplotlib: not before the run has started
 

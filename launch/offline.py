@@ -12,11 +12,13 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from buffer.experiment import ConfigError, load
 from buffer.processor import COMPUTING_ENVIRONMENT
-from launch.experiment import missing_rows, missing_start, model_folder
+from launch import model_folder
+from launch.experiment import missing_rows, missing_start
 from launch.history import History, Record
 from launch.local import conclude, deadlines, locked, write_config
 from launch.services import torchrun
 from launch.supervisor import POLL_S, Failure, Service, Supervisor
+from learner.families import Head
 from learner.offline.config import OfflineExperiment, OfflineLearnerConfig
 
 REFRESH_S = 0.5
@@ -43,8 +45,11 @@ def read_stage(path: str | Path, overrides: list[str], kind: str) -> OfflineExpe
         ConfigError: One line per mistake.
     """
     experiment = load_stage(path, overrides, kind)
-    reasons = missing_rows(experiment) + model_folder(experiment.model)
-    reasons += missing_start(experiment.learner)
+    model = experiment.model
+    head: Head = "score" if kind == "reward" else "vocabulary"
+    layout = experiment.learner.parallel
+    reasons = missing_rows(experiment) + missing_start(experiment.learner)
+    reasons += model_folder.trained("model.path", model.path, model.max_length, layout, head)
     if reasons:
         raise ConfigError("\n".join(f"{path}: {reason}" for reason in reasons))
     return experiment

@@ -6,22 +6,29 @@ stage's end; the first that does not end well ends the pipeline, and the same co
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import AfterValidator, Field, field_validator
 from rich.console import Console
 
-from buffer.experiment import ConfigError, Section, load
+from buffer.experiment import ConfigError, Section, folder_name, load
 
 REFERENCE_HELP = "{name} of an earlier stage stands for the model folder that stage writes"
 
 
+def _stage_name(value: str) -> str:
+    if not re.fullmatch(r"[\w-]+", value):
+        raise ValueError("expected a name of letters, digits, _ and -")
+    return value
+
+
 class StageConfig(Section):
-    name: str = Field(pattern=r"^[\w-]+$")
+    name: Annotated[str, AfterValidator(_stage_name)]
     command: Literal["sft", "reward", "dpo", "run", "evaluate"]
     config: str
     """The stage's experiment file, relative to the pipeline's."""
@@ -31,7 +38,7 @@ class StageConfig(Section):
 
 
 class PipelineConfig(Section):
-    name: str
+    name: Annotated[str, AfterValidator(folder_name)]
     run_dir: str
     """Each stage's run folder is `run_dir/<stage>`."""
     stages: tuple[StageConfig, ...] = Field(min_length=1)
@@ -63,7 +70,7 @@ class Stage:
 
     @property
     def command(self) -> list[str]:
-        return [sys.executable, "-m", "launch.cli", self.config.command, str(self.file), *self.overrides]
+        return [sys.executable, "-m", "launch", self.config.command, str(self.file), *self.overrides]
 
     def check(self) -> None:
         """Read its experiment file as its command will; models that earlier stages write need not exist yet.

@@ -13,7 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from buffer.experiment import FilesSource, load
-from launch.experiment import model_folder
+from launch import model_folder
 from rollout.config import PredictionExperiment, engine_faults
 from rollout.engine import EngineFailed
 
@@ -38,7 +38,8 @@ def read(config: Path, overrides: list[str], model: Path | None) -> PredictionEx
     """
     override = [f"model.path={model}"] if model else []
     experiment = load(config, [*overrides, *override], PredictionExperiment)
-    faults = model_folder(experiment.model) + engine_faults("rollout.engine", experiment.rollout.engine)
+    faults = model_folder.served("model.path", experiment.model.path, experiment.model.max_length)
+    faults += engine_faults("rollout.engine", experiment.rollout.engine)
     if faults:
         raise ValueError("\n".join(f"{config}: {fault}" for fault in faults))
     return experiment

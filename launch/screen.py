@@ -32,6 +32,8 @@ from launch.overview import (
 )
 
 REFRESH_S = 0.5
+LONGEST_SILENCE_S = 30.0
+"""Without a terminal, when nothing happens, that much is said."""
 ECHO_WIDTH = 3
 """Left free beside the screen: a terminal that echoes `^C` there would otherwise begin a line, and the next
 picture be drawn one line too low."""
@@ -41,6 +43,10 @@ ALARM = re.compile(
     r"(buffer|sync|rollout|learner)\b[\w.]*: (?P<text>.*)"
 )
 """Of the services' own loggers; those of vLLM and torch are in the log files for those who look."""
+LONGEST_ALARM = 300
+"""Characters of one that are shown."""
+MOST_ALARMS = 4
+"""Shown at a time; the log files have all of them."""
 
 
 class Watched(Protocol):
@@ -65,6 +71,7 @@ class Screen:
         self._due = 0.0
         self._told_scores = set(history.scores)
         self._told_phase = ""
+        self._spoke = self.started
 
     def __enter__(self) -> "Screen":
         if self.live:
@@ -77,6 +84,7 @@ class Screen:
             self.live.stop()
 
     def say(self, text: str) -> None:
+        self._spoke = time.monotonic()
         self.console.print(text, highlight=False, markup=False, soft_wrap=True)
 
     def update(self) -> None:
@@ -109,6 +117,8 @@ class Screen:
         self._told_scores |= set(self.history.scores)
         for line in alarms:
             self.say(line)
+        if time.monotonic() - self._spoke >= LONGEST_SILENCE_S:
+            self.say(f"still {phase.partition(':')[0]} · {clock(time.monotonic() - self.started)}")
 
 
 class Alarms:
@@ -129,9 +139,18 @@ class Alarms:
                 self._offsets[path] = self._offsets.get(path, 0) + len(whole) + 1
             lines = whole.decode(errors="replace").splitlines()
             alarms = [alarm for line in lines if (alarm := ALARM.match(line))]
-            found += [f"{path.stem} │ {a['time']} {a['rank'] or ''}{a['text'].strip()}" for a in alarms]
+            told = [f"{path.stem} │ {a['time']} {a['rank'] or ''}{_shortened(a['text'])}" for a in alarms]
+            if len(told) > MOST_ALARMS:
+                more = f"{path.stem} │ … and {len(told) - MOST_ALARMS + 1} more, all of them in {path}"
+                told = [*told[: MOST_ALARMS - 1], more]
+            found += told
         self.last.extend(found)
         return found
+
+
+def _shortened(text: str) -> str:
+    text = text.strip()
+    return text if len(text) <= LONGEST_ALARM else f"{text[:LONGEST_ALARM]}…"
 
 
 def phase_of(e: WholeExperiment, history: History) -> str:

@@ -74,7 +74,7 @@ def _learner(e: WholeExperiment, config: Path, share: int, environment: dict[str
 def torchrun(processes: int) -> list[str]:
     """The command that runs a module as the ranks of one job here; the module's name comes next."""
     options = ["--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", str(processes)]
-    return [sys.executable, "-m", "torch.distributed.run", *options, "-m"]
+    return [sys.executable, "-m", "learner.torchrun", *options, "-m"]
 
 
 def _python(module: str, config: Path, *more: str) -> list[str]:

@@ -5,6 +5,8 @@ Knows nothing of what the services do; `launch/local.py` says which there are. E
 """
 
 import os
+import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -19,6 +21,14 @@ POLL_S = 0.1
 GUARD_DEADLINE_S = 20.0
 """A guard that was told to kill everything ends well within this."""
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+FULL_BYTES = 1 << 20
+"""A disk with less room than this keeps no last words of a service."""
+LOOKED_AT_BYTES = 1 << 18
+"""Of a log's end."""
+LONGEST_LINE = 400
+"""Characters of a log's line that are shown."""
+ERROR = re.compile(r"(?:^|\s)(?P<told>(?:\w+\.)*\w*(?:Error|Exception): \S.*)")
+POINTER = re.compile(r"root cause|See stack trace|died unexpectedly", re.IGNORECASE)
 TORCHRUN_NOISE = ("torch/distributed/elastic", "torch/distributed/run.py", "torch/distributed/launcher")
 
 
@@ -42,6 +52,8 @@ class Failure:
     lines: list[str]
     """The last lines of its log."""
     log: Path
+    cause: str | None = None
+    """The last exception that its log names, where those last lines do not have it."""
 
 
 class Child:
@@ -85,7 +97,12 @@ class Child:
         reason = f"was ended by {name}" if name else f"ended with code {code}"
         if name == "SIGKILL":
             reason += " (by hand, or by the kernel when memory ran out)"
-        return Failure(self.service.name, reason, last_lines(self.log, self.offset), self.log)
+        if shutil.disk_usage(self.log.parent).free < FULL_BYTES:
+            reason += "; the disk of its log is full, which may be why"
+        lines = last_lines(self.log, self.offset)
+        cause = last_error(self.log, self.offset)
+        told = cause is None or any(cause in line for line in lines)
+        return Failure(self.service.name, reason, lines, self.log, None if told else cause)
 
 
 class Supervisor:
@@ -112,9 +129,13 @@ class Supervisor:
     def __enter__(self) -> "Supervisor":
         for number in SIGNALS:
             self._handlers[number] = signal.signal(number, self._on_signal)
-        self.logs.mkdir(parents=True, exist_ok=True)
-        for service in self.services:
-            self.children.append(Child(service, self.logs / f"{service.name}.log"))
+        try:
+            self.logs.mkdir(parents=True, exist_ok=True)
+            for service in self.services:
+                self.children.append(Child(service, self.logs / f"{service.name}.log"))
+        except OSError:
+            self.__exit__()
+            raise
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -191,10 +212,29 @@ class Supervisor:
 
 def last_lines(log: Path, offset: int = 0, count: int = 15) -> list[str]:
     """The end of a log, written after `offset` bytes; of torchrun's account of a death the rank's part."""
+    return [_cut(line) for line in _own_lines(log, offset)][-count:]
+
+
+def last_error(log: Path, offset: int = 0) -> str | None:
+    """The last exception that a log names, written after `offset` bytes; None without one.
+
+    Those that only point to another, as vLLM's do when a process of its own has failed, do not count, nor
+    what was warned of and passed.
+    """
+    lines = [line for line in _own_lines(log, offset) if " WARNING " not in line]
+    found = (ERROR.search(line) for line in reversed(lines))
+    return next((_cut(f["told"]) for f in found if f and not POINTER.search(f["told"])), None)
+
+
+def _own_lines(log: Path, offset: int) -> list[str]:
     with log.open("rb") as file:
         size = file.seek(0, os.SEEK_END)
-        file.seek(max(offset, size - 65536))
+        file.seek(max(offset, size - LOOKED_AT_BYTES))
         lines = file.read().decode(errors="replace").splitlines()
     told = next((i for i, line in enumerate(lines) if any(n in line for n in TORCHRUN_NOISE)), len(lines))
     before = [line for line in lines[:told] if line.strip()]
-    return (before or [line for line in lines if line.strip()])[-count:]
+    return before or [line for line in lines if line.strip()]
+
+
+def _cut(line: str) -> str:
+    return line if len(line) <= LONGEST_LINE else f"{line[:LONGEST_LINE]}… ({len(line)} characters)"

@@ -284,6 +284,10 @@ def from_config(config: dict[str, Any], where: str, head: Head = "vocabulary") -
     missing = [key for key in REQUIRED if key not in config]
     if missing:
         raise ValueError(f"{where}: {', '.join(missing)} not found; expected a Hugging Face config")
+    for key in REQUIRED:
+        value = config[key]
+        if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
+            raise ValueError(f"{where}: {key} {json.dumps(value)}; expected a number above 0")
     _refuse_unsupported(config, where)
     qkv_bias, qk_norm = ARCHITECTURES[architecture]
     heads = config["num_attention_heads"]
@@ -361,6 +365,10 @@ def _refuse_unsupported(config: dict[str, Any], where: str) -> None:
     for key in ("attention_bias", "mlp_bias"):
         if config.get(key):
             raise ValueError(f"{where}: {key} true is not supported")
+    if config.get("quantization_config"):
+        raise ValueError(
+            f"{where}: quantization_config: quantised weights cannot be trained; take the plain ones"
+        )
     windowed = config.get("sliding_window") and config.get("use_sliding_window", True)
     if windowed and config["sliding_window"] < config["max_position_embeddings"]:
         raise ValueError(

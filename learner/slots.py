@@ -1,18 +1,19 @@
 """Which Hugging Face tensors make up which Megatron parameter, and how a layout cuts it and deals it out.
 
+Imports no torch before tensors are touched: the command line compares a folder's headers with this list.
 Shapes: h hidden size, f ffn size; of this rank: H query heads, G key-value heads; D head size.
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
-
-import torch
-import torch.nn.functional as F
-from torch import Tensor
+from typing import TYPE_CHECKING, NamedTuple
 
 from learner.config import ParallelConfig
 from learner.families import Family
-from learner.safetensors_folder import WholeTensors
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from learner.safetensors_folder import WholeTensors
 
 ALL = slice(None)
 
@@ -73,11 +74,11 @@ class Slot:
         """Where one tensor rank's shard lies in the uncut parameter; of equal copies rank 0's counts."""
         return [] if rank else [Part((0,) * len(self.full_shape), self.full_shape, 0)]
 
-    def read(self, folder: WholeTensors, rank: int) -> Tensor:
+    def read(self, folder: "WholeTensors", rank: int) -> "Tensor":
         """The shard of one tensor rank."""
         return folder.read(self.whole[0].name, ALL)
 
-    def join(self, shards: list[Tensor]) -> list[Tensor]:
+    def join(self, shards: "list[Tensor]") -> "list[Tensor]":
         """The whole tensors, from every rank's shard."""
         return [shards[0]]
 
@@ -97,11 +98,13 @@ class RowSlot(Slot):
     def parts(self, rank: int) -> list[Part]:
         return [Part((0, rank * self.shard_shape[1]), self.shard_shape, 0)]
 
-    def read(self, folder: WholeTensors, rank: int) -> Tensor:
+    def read(self, folder: "WholeTensors", rank: int) -> "Tensor":
         width = self.shard_shape[1]
         return folder.read(self.whole[0].name, ALL, slice(rank * width, (rank + 1) * width))
 
-    def join(self, shards: list[Tensor]) -> list[Tensor]:
+    def join(self, shards: "list[Tensor]") -> "list[Tensor]":
+        import torch
+
         return [torch.cat(shards, dim=1)]
 
 
@@ -120,14 +123,18 @@ class VocabSlot(RowSlot):
     def parts(self, rank: int) -> list[Part]:
         return [Part((rank * self.shard_shape[0], 0), self.shard_shape, 0)]
 
-    def read(self, folder: WholeTensors, rank: int) -> Tensor:
+    def read(self, folder: "WholeTensors", rank: int) -> "Tensor":
+        from torch.nn.functional import pad
+
         vocab, height = self.whole[0].shape[0], self.shard_shape[0]
         rows = folder.read(
             self.whole[0].name, slice(min(rank * height, vocab), min((rank + 1) * height, vocab))
         )
-        return F.pad(rows, (0, 0, 0, height - len(rows)))
+        return pad(rows, (0, 0, 0, height - len(rows)))
 
-    def join(self, shards: list[Tensor]) -> list[Tensor]:
+    def join(self, shards: "list[Tensor]") -> "list[Tensor]":
+        import torch
+
         return [torch.cat(shards)[: self.whole[0].shape[0]]]
 
 
@@ -149,21 +156,25 @@ class StackedSlot(RowSlot):
         rows, *columns = self.shard_shape
         return [Part((rank * rows, *(0 for _ in columns)), self.shard_shape, 0)]
 
-    def read(self, folder: WholeTensors, rank: int) -> Tensor:
+    def read(self, folder: "WholeTensors", rank: int) -> "Tensor":
         parts = []
         for name, shape in self.whole:
             height = shape[0] // self.tensor
             parts.append(folder.read(name, slice(rank * height, (rank + 1) * height)))
         return self.stack(parts)
 
-    def join(self, shards: list[Tensor]) -> list[Tensor]:
+    def join(self, shards: "list[Tensor]") -> "list[Tensor]":
+        import torch
+
         parts = zip(*(self.unstack(shard) for shard in shards), strict=True)
         return [torch.cat(part) for part in parts]
 
-    def stack(self, parts: list[Tensor]) -> Tensor:
+    def stack(self, parts: "list[Tensor]") -> "Tensor":
+        import torch
+
         return torch.cat([part.unflatten(0, (self.groups, -1)) for part in parts], dim=1).flatten(0, 1)
 
-    def unstack(self, shard: Tensor) -> list[Tensor]:
+    def unstack(self, shard: "Tensor") -> "list[Tensor]":
         rows = [shape[0] // self.tensor // self.groups for _, shape in self.whole]
         parts = shard.unflatten(0, (self.groups, -1)).split(rows, dim=1)
         return [part.flatten(0, 1) for part in parts]

@@ -2,10 +2,9 @@
 
 import argparse
 import logging
-import signal
 import sys
 
-from buffer.experiment import ConfigError, load
+from buffer.experiment import ConfigError, folder_name, load
 from buffer.stacks import answer_with_stacks
 from rollout.config import RolloutExperiment
 
@@ -30,11 +29,24 @@ def start(prog: str, about: str | None, name_help: str, name: str | None) -> tup
     options = parser.parse_intermixed_args()
     try:
         experiment = load(options.config, options.overrides, RolloutExperiment)
+        _check_name(options.name)
     except ConfigError as error:
         sys.exit(str(error))
     form = "%(asctime)s %(levelname)s %(name)s: %(message)s"
     logging.basicConfig(level=experiment.logging.level, format=form)
-    # While an engine starts there is nothing to hand back: Ctrl-C may end the process on the spot. asyncio
-    # would keep it for when the loop turns again, which vLLM's start holds up for half a minute.
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    # Ctrl-C goes on to end the process on the spot, as `buffer.ctrl_c` has it: while an engine starts there
+    # is nothing to hand back, and asyncio would keep the signal until the loop turns again, which vLLM's
+    # start holds up for half a minute.
     return experiment, options.name
+
+
+def _check_name(name: str) -> None:
+    """It is part of the names of files.
+
+    Raises:
+        ConfigError: It cannot be.
+    """
+    try:
+        folder_name(name)
+    except ValueError as error:
+        raise ConfigError(f"--name {name}: {error}") from None

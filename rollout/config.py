@@ -3,15 +3,7 @@
 import re
 from typing import Annotated, Any, Literal
 
-from pydantic import (
-    AfterValidator,
-    Discriminator,
-    Field,
-    StringConstraints,
-    Tag,
-    field_validator,
-    model_validator,
-)
+from pydantic import AfterValidator, Discriminator, Field, Tag, field_validator, model_validator
 
 from buffer.config import BufferConfig
 from buffer.dotted import named
@@ -104,7 +96,13 @@ def runs_on_cpu(engine: EngineConfig) -> bool:
     return engine.pipeline_parallel == 1 or not engine.enforce_eager
 
 
-RewardName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,31}$")]
+def _reward_name(value: str) -> str:
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]{0,31}", value):
+        raise ValueError("expected a name of letters, digits, _ and -, 32 at most")
+    return value
+
+
+RewardName = Annotated[str, AfterValidator(_reward_name)]
 """Part of metric names, file names and service names."""
 
 

@@ -9,7 +9,7 @@ from typing import Protocol
 
 from buffer.client import RolloutBuffer
 from buffer.errors import BadMessage, RunFinished
-from buffer.records import Lease
+from buffer.records import GivenUp, Lease
 from buffer.rendering import PromptRefused
 from rollout.engine import CompletionFailed
 from rollout.groups import GroupRunner
@@ -133,8 +133,11 @@ class RolloutLoop:
 
     async def _give_up(self, lease: Lease, reason: str, detail: str, requeue: bool) -> None:
         self._meters.failures[reason] += 1
-        logger.warning("gave up prompt %s: %s", lease.prompt.prompt_id, detail)
-        await self._buffer.give_up(lease.lease_id, reason, requeue)
+        outcome = None
+        try:
+            outcome = await self._buffer.give_up(lease.lease_id, reason, requeue)
+        finally:  # also when the buffer does not answer
+            logger.warning("gave up prompt %s%s: %s", lease.prompt.prompt_id, _told(outcome), detail)
 
     def _let_go(self, lease_id: str) -> None:
         del self._held[lease_id]
@@ -177,3 +180,11 @@ class RolloutLoop:
                     await self._buffer.give_up(lease_id, "server_stopped", requeue=True)
         except TimeoutError:
             logger.warning("the buffer did not answer: %d leases will time out", len(lease_ids))
+
+
+def _told(outcome: GivenUp | None) -> str:
+    if outcome is None:
+        return ""
+    if not outcome.queued:
+        return f", dropped after {outcome.tries} tries" if outcome.tries == outcome.most else ", dropped"
+    return f", try {outcome.tries} of {outcome.most}, queued again"

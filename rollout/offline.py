@@ -112,7 +112,9 @@ async def _predict(
                 return LocalScorer(*await open_model(name, reward, model, system_prompt, stack))
 
             configured = rollout.rewards
-            rewards = await open_rewards(configured, experiment.name, "evaluate", tokenizer, stack, reach)
+            rewards = await open_rewards(
+                configured, experiment.name, "evaluate", tokenizer, stack, path.parent, reach
+            )
             await rewards.ready()
         engine = VLLMEngine(model, rollout.engine, rollout.sampling.stop, experiment.seed)
         stack.push_async_callback(engine.close)

@@ -6,8 +6,11 @@ had happened. That is a guard against mistakes and not a jail: it runs as the se
 """
 
 import asyncio
+import logging
+import os
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import msgpack
@@ -17,11 +20,15 @@ from rollout.engine import CompletionFailed
 from rollout.process_tree import kill_tree
 from rollout.reward_worker import HEADER, frame
 
+logger = logging.getLogger(__name__)
+
 KINDS = ("ready", "import", "ok", "raised", "memory")
 """Of what a worker says."""
 START_TIMEOUT_S = 120.0
 """To import the reward function and what it needs."""
 MAX_RESULT_BYTES = 1 << 20
+MOST_PRINTED_BYTES = 64 << 20
+"""Of what a reward prints; a file that grew beyond is begun anew."""
 MAX_PARTS = 64
 MAX_NAME_CHARS = 100
 """Of a part: it becomes the name of a metric."""
@@ -42,11 +49,15 @@ class RewardPool:
     Args:
         config: Which function, how long, how many, how much memory.
         key: The setting that it is of, for messages.
+        printed: File that takes what the reward prints, so that it floods no terminal.
     """
 
-    def __init__(self, config: FunctionReward, key: str) -> None:
+    def __init__(self, config: FunctionReward, key: str, printed: Path) -> None:
         self._config = config
         self._key = key
+        self._printed = printed
+        self._known_bytes: int | None = None
+        """Of the file before the reward printed anything; None once that was said."""
         self._idle: asyncio.LifoQueue[_Worker | None] = asyncio.LifoQueue()
         """One entry per worker not in use; None where one was ended and the next call starts another."""
         self._workers: set[_Worker] = set()
@@ -57,6 +68,9 @@ class RewardPool:
         Raises:
             ValueError: The reward function cannot be imported.
         """
+        self._printed.parent.mkdir(parents=True, exist_ok=True)
+        self._printed.touch()
+        self._known_bytes = self._printed.stat().st_size
         for _ in range(self._config.workers):
             self._idle.put_nowait(await self._spawn())
 
@@ -85,6 +99,7 @@ class RewardPool:
             if worker is not None and not sound:
                 self._end(worker)
             self._idle.put_nowait(worker if sound else None)
+            self._look_at_printed()
         return self._read(result)
 
     def _read(self, result: dict[str, Any]) -> Score:
@@ -103,6 +118,15 @@ class RewardPool:
             raise self._failed("nonfinite", f"{parts}; expected numbers of at most {MAX_REWARD:g}")
         return Score(float(reward), parts)
 
+    def _look_at_printed(self) -> None:
+        """Say once where it is, and keep it from filling the disk."""
+        size = self._printed.stat().st_size if self._printed.exists() else 0
+        if self._known_bytes is not None and size > self._known_bytes:
+            self._known_bytes = None
+            logger.warning("%s prints; what it prints is in %s", self._key, self._printed)
+        if size > MOST_PRINTED_BYTES:
+            os.truncate(self._printed, 0)
+
     def _failed(self, kind: str, detail: str) -> CompletionFailed:
         return CompletionFailed(f"reward_{kind}", f"{self._key}: {detail}")
 
@@ -113,7 +137,7 @@ class RewardPool:
         await asyncio.gather(*(worker.process.wait() for worker in workers))
 
     async def _spawn(self) -> "_Worker":
-        worker = await _Worker.spawn(self._config, self._key)
+        worker = await _Worker.spawn(self._config, self._key, self._printed)
         self._workers.add(worker)
         return worker
 
@@ -132,19 +156,21 @@ class _Worker:
         self._calls = 0
 
     @classmethod
-    async def spawn(cls, config: FunctionReward, key: str) -> "_Worker":
+    async def spawn(cls, config: FunctionReward, key: str, printed: Path) -> "_Worker":
         """Start a worker and wait until it has imported the function.
 
         Raises:
             RewardStartError: It cannot.
         """
         memory = str(config.memory_mib << 20)
-        process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "rollout.reward_worker", config.function, memory),
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            start_new_session=True,  # so that what the reward starts is killed with it
-        )
+        with printed.open("ab") as errors:
+            process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", "rollout.reward_worker", config.function, memory),
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=errors,  # and what the function prints on its standard output
+                start_new_session=True,  # so that what the reward starts is killed with it
+            )
         worker, first = cls(process), {}
         try:
             first = await asyncio.wait_for(worker._receive(), START_TIMEOUT_S)

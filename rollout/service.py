@@ -76,9 +76,10 @@ async def _serve(experiment: RolloutExperiment, name: str) -> None:
         resolve(experiment.rollout.episode)
     async with AsyncExitStack() as stack:
         # Rewards first: a function that cannot be imported is told at once, not half a minute later.
-        configured = experiment.rollout.rewards
+        configured, logs = experiment.rollout.rewards, Path(experiment.run_dir) / "logs"
         keys = client_keys(experiment.security.keys, "rollout", "scorer")
-        rewards = await open_rewards(configured, experiment.name, name, tokenizer, stack, keys=keys)
+        rewards = await open_rewards(configured, experiment.name, name, tokenizer, stack, logs, keys=keys)
+        logger.info("rollout server %s starts vLLM with %s: half a minute or so", name, experiment.model.path)
         engine = _engine(experiment, name)
         stack.push_async_callback(engine.close)
         await engine.start()

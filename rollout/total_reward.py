@@ -5,6 +5,7 @@ import logging
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -168,6 +169,7 @@ async def open_rewards(
     server: str,
     tokenizer: Any,
     stack: AsyncExitStack,
+    logs: Path,
     reach: Reach | None = None,
     keys: ClientKeys | None = None,
 ) -> TotalReward:
@@ -179,6 +181,7 @@ async def open_rewards(
         server: This server's name.
         tokenizer: The policy's.
         stack: Ends what was started.
+        logs: Folder of what the functions print.
         reach: Gives a reward model by its name; None connects to its scorer.
         keys: For that.
 
@@ -195,7 +198,7 @@ async def open_rewards(
         if reward.weight == 0:
             continue
         if isinstance(reward, FunctionReward):
-            pool = RewardPool(reward, f"rollout.rewards.{name}")
+            pool = RewardPool(reward, f"rollout.rewards.{name}", logs / f"{server}-{name}.printed")
             stack.push_async_callback(pool.close)
             await pool.start()
             weighted[name] = reward.weight, FunctionSource(pool)

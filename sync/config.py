@@ -6,7 +6,13 @@ from pydantic import BaseModel, ConfigDict, Field
 
 
 class SyncConfig(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(
+        extra="forbid",
+        frozen=True,
+        use_attribute_docstrings=True,
+        allow_inf_nan=False,
+        strict=True,  # else true would be 1
+    )
 
     address: str = "tcp://127.0.0.1:5702"
     """Where the learner's publisher listens for members; beyond loopback only with security.keys."""

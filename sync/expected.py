@@ -18,6 +18,26 @@ _DTYPES = {
 _MAX_HEADER_BYTES = 100 << 20
 _UNREADABLE = (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError)
 """What a header of another shape raises somewhere."""
+NO_WEIGHT = "rotary_emb.inv_freq"
+"""Ends the names of what old checkpoints store and no model has."""
+INDEX = "model.safetensors.index.json"
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files that a model consists of: those that its index names, without one all there are.
+
+    A folder may hold the same weights once more under other names (Mistral's `consolidated.safetensors`).
+
+    Raises:
+        ValueError: The index cannot be read.
+    """
+    index = folder / INDEX
+    if not index.exists():
+        return sorted(folder.glob("*.safetensors"))
+    try:
+        return [folder / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{index}: expected a map of tensors to files: {error!r}") from None
 
 
 def read_specs(folder: Path) -> list[TensorSpec]:
@@ -27,13 +47,19 @@ def read_specs(folder: Path) -> list[TensorSpec]:
         ValueError: A file is none.
     """
     specs: list[TensorSpec] = []
-    for path in sorted(folder.glob("*.safetensors")):
+    for path in weight_files(folder):
         try:
             for name, entry in _header(path)[0].items():
                 specs.append(TensorSpec(name, _DTYPES[entry["dtype"]], tuple(entry["shape"])))
         except (*_UNREADABLE, OSError) as error:
             raise ValueError(f"{path}: not a safetensors file: {error!r}") from None
     return specs
+
+
+def read_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+    """The shape of every tensor of a Hugging Face folder, whatever it is made of."""
+    files = weight_files(folder)
+    return {name: tuple(entry["shape"]) for path in files for name, entry in _header(path)[0].items()}
 
 
 def damage(path: Path) -> str | None:
@@ -68,7 +94,7 @@ class ExpectedModel:
         self._specs = {
             spec.name: TensorSpec(spec.name, dtype if spec.dtype == main else spec.dtype, spec.shape)
             for spec in specs
-            if not spec.name.endswith("rotary_emb.inv_freq")  # old checkpoints store it; no model has it
+            if not spec.name.endswith(NO_WEIGHT)
         }
         self._optional = {"lm_head.weight"} if tied else set()
 

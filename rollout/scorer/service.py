@@ -49,6 +49,7 @@ def run(experiment: RolloutExperiment, name: str) -> None:
 async def _serve(experiment: RolloutExperiment, name: str) -> None:
     reward = model_reward(experiment.rollout, experiment.model, name)
     keys = server_keys(experiment.security.keys, "scorer")
+    logger.info("scorer %s starts vLLM with %s: half a minute or so", name, reward.model)
     async with AsyncExitStack() as stack:
         engine, renderer, welcome = await open_model(
             name, reward, experiment.model, experiment.data.system_prompt, stack

@@ -105,11 +105,11 @@ def test_a_mistake_is_one_line_and_exit_code_2(arguments, told):
     assert result.stderr.startswith("error: ")
 
 
-def test_inspect_tells_what_a_buffer_holds(tmp_path):
+def test_inspect_tells_what_a_buffer_holds(tmp_path, free_address):
     """Of a store that a real buffer service opened and left."""
     config = yaml.safe_dump({
         "name": "inspected", "run_dir": str(tmp_path / "run"),
-        "model": {"path": "unused"}, "buffer": {"address": "tcp://127.0.0.1:0"},
+        "model": {"path": "unused"}, "buffer": {"address": free_address()},
         "data": {"train": {"kind": "function", "path": "rollout.tasks.addition:train"}},
     })  # fmt: skip
     (tmp_path / "inspected.yaml").write_text(config)

@@ -48,7 +48,7 @@ def learner_ranks(folder: Path) -> list[int]:
                 here = os.readlink(entry / "cwd") == str(folder)
             except OSError:
                 continue
-            if here and "learner" in command and "torch.distributed.run" not in command:
+            if here and "learner" in command and "learner.torchrun" not in command:
                 found.append(int(entry.name))
     return found
 

@@ -129,6 +129,36 @@ def as_example(row):
     return Example(row["a"], (), (), {"kept": True})
 
 
+@pytest.mark.parametrize(
+    ("message", "reason"),
+    [
+        (
+            {"role": "human", "content": "hi"},
+            "prompt: role 'human': expected one of system, user, assistant, tool",
+        ),
+        ({"role": None, "content": "hi"}, "prompt: role None: expected one of system"),
+        (
+            {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]},
+            r"prompt: content of the user: expected text \(parts such as images cannot be trained on\), got",
+        ),
+        ({"role": "user", "content": None}, "prompt: content of the user: expected text, got None"),
+        ({"role": "assistant", "content": None}, "prompt: content of the assistant: expected text, got None"),
+        ({"role": "user", "content": 7}, "prompt: content of the user: expected text, got 7"),
+    ],
+)
+@pytest.mark.parametrize("key", ["prompt", "messages"])
+def test_a_chat_message_has_a_known_role_and_a_text(message, reason, key):
+    row = {key: [USER, message, USER]}
+    with pytest.raises(BadRow, match=f"^{reason}"):
+        find("auto", [row], "data")(row)
+
+
+def test_a_call_of_a_tool_needs_no_text():
+    called = [USER, {"role": "assistant", "content": None, "tool_calls": [{"name": "sum"}]}]
+    row = {"prompt": [*called, {"role": "tool", "content": "4"}]}
+    assert find("auto", [row], "data")(row).prompt == tuple(row["prompt"])
+
+
 def test_a_function_of_ones_own_is_an_adapter():
     row = {"a": "p", "b": "r"}
     assert find(f"{__name__}:as_fields", [row], "data")(row) == Example("p", ("r",), (), row)

@@ -21,6 +21,27 @@ def test_inspection_reads_beside_the_writer(bench, group):
     assert (seen["published"], seen["frontier"]) == (0, 1)
 
 
+def test_what_the_learner_trained_is_trained_before_a_checkpoint_lets_it_go(bench, group):
+    b = bench(rows=40, max_staleness=2)
+    b.do(lambda s: s.published(0))
+    for lease in b.lease(6):
+        b.deliver(group(lease))
+    for index in range(2):
+        b.batch(index)
+    assert inspect(b.folder)["trained"] == 0
+    b.do(lambda s: s.published(1))
+    seen = inspect(b.folder)
+    assert (seen["frontier"], seen["trained"], seen["committed"]) == (2, 1, 0)
+    assert seen["groups"] == {"batched": 2, "stored": 2, "trained": 2}
+    assert seen["prompts"] == {0: {"batched": 2, "stored": 2, "trained": 2}}
+    b.do(lambda s: s.published(2))
+    b.do(lambda s: s.committed(1))
+    seen = inspect(b.folder)
+    assert (seen["trained"], seen["committed"]) == (2, 1)
+    assert seen["groups"] == {"stored": 2, "trained": 4}
+    assert "trained" not in seen["counters"], "of the committed ones: it would contradict"
+
+
 def test_a_folder_without_a_buffer_is_told(tmp_path):
     with pytest.raises(ValueError, match="no such file"):
         inspect(tmp_path)

@@ -137,6 +137,12 @@ def test_rows_that_no_stage_can_use_end_the_start(tmp_path):
         open_stream(config(path, on_bad_row="skip"), 1, "sft")
 
 
+def test_a_chat_that_cannot_be_rendered_is_told_with_file_and_line(tmp_path):
+    rows = [{"prompt": [{"role": role, "content": "hi"}]} for role in ("user", "bot")]
+    with pytest.raises(BadRow, match=r"a\.jsonl:2: prompt: role 'bot': expected one of"):
+        open_stream(config(written(tmp_path / "a.jsonl", rows)), 1, "rl")
+
+
 def test_how_a_file_is_read_is_said_in_one_line(tmp_path, caplog):
     path = written(tmp_path / "a.jsonl", [{"prompt": "a", "chosen": "b", "rejected": "c"}])
     with caplog.at_level(logging.INFO):

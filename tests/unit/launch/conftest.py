@@ -16,15 +16,45 @@ STARTED = 1_700_000_000.0
 STEP_S = 30.0
 
 
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"], "hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 2,
+    "num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 32, "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-5, "tie_word_embeddings": True,
+}  # fmt: skip
+LAYER = {
+    "self_attn.q_proj": (8, 8), "self_attn.k_proj": (4, 8), "self_attn.v_proj": (4, 8),
+    "self_attn.o_proj": (8, 8), "mlp.gate_proj": (16, 8), "mlp.up_proj": (16, 8), "mlp.down_proj": (8, 16),
+    "input_layernorm": (8,), "post_attention_layernorm": (8,),
+}  # fmt: skip
+SHAPES = {"model.embed_tokens.weight": (32, 8), "model.norm.weight": (8,)}
+SHAPES |= {f"model.layers.{i}.{name}.weight": shape for i in (0, 1) for name, shape in LAYER.items()}
+
+
 @pytest.fixture
-def model_folder(tmp_path: Path) -> Path:
-    """What a config check looks at of a model."""
-    folder = tmp_path / "model"
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps({"max_position_embeddings": 2048}))
-    save_file({"w": np.zeros(100, np.float32)}, folder / "model.safetensors")
-    (folder / "tokenizer.json").write_text("{}")
-    return folder
+def make_model(tmp_path: Path) -> Callable[..., Path]:
+    """Writes what a config check looks at of a Llama of two layers; keywords change its config."""
+
+    def make(name: str, more: dict[str, tuple[int, ...]] | None = None, **changes: Any) -> Path:
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps(LLAMA | changes))
+        tensors = {n: np.zeros(shape, np.float32) for n, shape in (SHAPES | (more or {})).items()}
+        save_file(tensors, folder / "model.safetensors")
+        (folder / "tokenizer.json").write_text("{}")
+        return folder
+
+    return make
+
+
+@pytest.fixture
+def model_folder(make_model: Callable[..., Path]) -> Path:
+    return make_model("model")
+
+
+@pytest.fixture
+def reward_folder(make_model: Callable[..., Path]) -> Path:
+    head = {"architectures": ["LlamaForSequenceClassification"], "num_labels": 1}
+    return make_model("reward", {"score.weight": (1, 8)}, **head)
 
 
 @pytest.fixture

@@ -1,4 +1,5 @@
 import json
+from pathlib import Path
 
 import pytest
 import yaml
@@ -6,8 +7,9 @@ import yaml
 from buffer.experiment import ConfigError, DataConfig, JsonlSource, ReasoningGymSource, Section, load
 from buffer.keys import ROLES, make_keys
 from launch import prediction
-from launch.experiment import WholeExperiment, differences, dump, read
+from launch.experiment import WholeExperiment, check_scorer, differences, dump, read
 
+HOME = Path(__file__).parents[3]
 GAE = ("learner.algorithm.advantage=gae",)
 
 
@@ -37,13 +39,19 @@ GAE = ("learner.algorithm.advantage=gae",)
             "rollout.rewards.x: expected one of `function` and `model`",
         ),
         (["rollout.rewards.x={function: a:b, weight: 0}"], "at least one reward whose weight is not 0"),
-        (["rollout.rewards.x={model: /m, clip: 0}"], "rollout.rewards.x.clip: Input should be greater"),
+        (["rollout.rewards.x={model: /m, clip: 0}"], "rollout.rewards.x.clip: expected more than 0, got 0"),
         (
             ["rollout.rewards.x={model: /m, workers: 2}"],
             "rollout.rewards.x.workers: unknown key; known here",
         ),
         (["rollout.rewards.x={model: /m}"], "rollout.rewards.x.model=/m: no config.json in it"),
-        (["rollout.rewards.a/b={function: a:b}"], "rollout.rewards.a/b"),
+        (["rollout.rewards.a/b={function: a:b}"], "rollout.rewards.a/b: expected a name of letters"),
+        (["sync.address=127.0.0.1:5702"], "sync.address=127.0.0.1:5702: expected tcp://HOST:PORT"),
+        (["buffer.address=tcp://127.0.0.1:70000"], "expected tcp://HOST:PORT"),
+        (["sync.join_timeout_s=true"], "sync.join_timeout_s: expected a number, got true"),
+        (["sync.join_timeout_s=.inf"], "sync.join_timeout_s: expected a finite number"),
+        (["learner.steps=true"], "learner.steps: expected a whole number, got true"),
+        (["rollout.rewards={}"], "at least one reward whose weight is not 0"),
         (["data.train.sizes=3"], "data.train.sizes: unknown key; known here: args, kind, path"),
         (["eval.source.path=nothing"], "eval.source.path=nothing: expected package.module:function"),
         (["model.max_length=9999"], "model.max_length=9999: the model in"),
@@ -69,7 +77,7 @@ GAE = ("learner.algorithm.advantage=gae",)
         (["rollout.engine.cores=zero"], "rollout.engine.cores: expected cores such as 0-1 or 0,2"),
         (["learner.loop=a.b:c"], "learner.loop=a.b:c: no module a.b: No module named 'a'"),
         (["eval.source.path=rollout.tasks.addition:holdout"], "did you mean heldout?"),
-        (["learner.optimizer.lr=.inf"], "learner.optimizer.lr: Input should be a finite number"),
+        (["learner.optimizer.lr=.inf"], "learner.optimizer.lr: expected a finite number"),
         (["learner.stepz=1"], "learner.stepz: unknown key; did you mean steps?"),
         (["learner.processes=3", "learner.parallel.tensor=2"], "learner: processes 3 is not a multiple"),
         (["learner.parallel.expert=2"], "learner: a pipeline stage's 1 ranks are not a multiple"),
@@ -87,13 +95,9 @@ def test_a_mistake_is_one_line_that_names_the_key(config_file, overrides, told):
     ("key", "service"), [("rollout.engine", "rollout"), ("rollout.rewards.x.engine", "scorer")]
 )
 def test_pipeline_stages_of_an_engine_need_a_gpu_where_it_starts(
-    config_file, tmp_path, monkeypatch, key, service
+    config_file, reward_folder, monkeypatch, key, service
 ):
-    scorer = tmp_path / "scorer"
-    scorer.mkdir()
-    fields = {"architectures": ["LlamaForSequenceClassification"], "num_labels": 1}
-    (scorer / "config.json").write_text(json.dumps(fields))
-    overrides = [f"rollout.rewards.x.model={scorer}", f"{key}.pipeline_parallel=2"]
+    overrides = [f"rollout.rewards.x.model={reward_folder}", f"{key}.pipeline_parallel=2"]
     monkeypatch.setattr("rollout.config.has_gpu", lambda: False)
     with pytest.raises(ConfigError) as error:
         read(config_file, overrides)
@@ -271,3 +275,33 @@ def test_no_secret_is_in_the_resolved_file(config_file, tmp_path):
     text = dump(read(config_file, [f"security.keys={tmp_path}/keys"]))
     assert f"keys: {tmp_path}/keys" in text
     assert not any((tmp_path / f"keys/{role}.secret").read_text().strip() in text for role in ROLES)
+
+
+def test_a_file_of_another_command_says_which():
+    for file, command in (("sft", "sft"), ("dpo", "dpo"), ("tutorial", "pipeline"), ("pipeline", "pipeline")):
+        with pytest.raises(ConfigError, match=rf"configs/{file}.yaml: .*which `slipstream {command}` runs$"):
+            read(HOME / f"configs/{file}.yaml", [])
+
+
+def test_port_0_is_for_those_who_start_together(config_file):
+    free = ["buffer.address=tcp://127.0.0.1:0", "sync.address=tcp://127.0.0.1:0"]
+    read(config_file, free)
+    read(config_file, free, [])
+    for service in ("buffer", "rollout", "learner"):
+        with pytest.raises(ConfigError) as error:
+            read(config_file, free, [service])
+        assert [line.split(": ")[1] for line in str(error.value).splitlines()] == [
+            "buffer.address=tcp://127.0.0.1:0", "sync.address=tcp://127.0.0.1:0",
+        ]  # fmt: skip
+        assert "port 0 is whichever is free, and the other services could not know which" in str(error.value)
+
+
+def test_the_scorer_of_one_reward_is_checked_by_itself(config_file, reward_folder):
+    address = "rollout.rewards.x.address=tcp://127.0.0.1"
+    there = [f"rollout.rewards.x.model={reward_folder}", f"{address}:5703"]
+    check_scorer(config_file, [*there, "rollout.rewards.y.model=/nowhere", "rollout.rewards.y.weight=0"], "x")
+    with pytest.raises(ConfigError, match=r"rollout.rewards.x.address=.*: port 0 is whichever is free"):
+        check_scorer(config_file, [*there, f"{address}:0"], "x")
+    (reward_folder / "tokenizer.json").unlink()
+    with pytest.raises(ConfigError, match=r"rollout.rewards.x.model=.*no tokenizer in it"):
+        check_scorer(config_file, there, "x")

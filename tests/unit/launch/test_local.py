@@ -133,7 +133,11 @@ def test_an_interrupt_stops_cleanly_and_says_how_to_resume(start, tmp_path):
     thread.join()
     assert code == 130
     assert "the learner writes a checkpoint" in output
-    assert "To go on from the last checkpoint: slipstream run it.yaml" in output
+    assert "There is no checkpoint yet. To start again: slipstream run it.yaml" in output
+    (tmp_path / "run" / "checkpoints" / "step-000001").mkdir(parents=True)
+    (tmp_path / "run" / "checkpoints" / "step-000001" / "meta.json").write_text("{}")
+    _, output = start(FAILS, STAYS)
+    assert "To go on from the last checkpoint once that is mended: slipstream run it.yaml" in output
 
 
 def test_a_resumed_run_tells_what_changed(start, config_file):
@@ -188,16 +192,13 @@ def test_the_services_get_the_written_file_with_addresses_that_are_free(config_f
     assert experiment.buffer.address != experiment.sync.address
     learner = planned[-1]
     assert learner.stop_signal_to == "children"
-    assert learner.command[1:3] == ["-m", "torch.distributed.run"]
+    assert learner.command[1:3] == ["-m", "learner.torchrun"]
 
 
 @pytest.fixture
-def judged(config_file, tmp_path) -> list[str]:
+def judged(config_file, reward_folder) -> list[str]:
     """Overrides for two reward models that are computed and one that is not."""
-    (tmp_path / "reward").mkdir()
-    labels = {"architectures": ["LlamaForSequenceClassification"], "id2label": {"0": "score"}}
-    (tmp_path / "reward" / "config.json").write_text(json.dumps(labels))
-    model = {"model": str(tmp_path / "reward"), "address": "tcp://127.0.0.1:0"}
+    model = {"model": str(reward_folder), "address": "tcp://127.0.0.1:0"}
     rewards = {
         "right": {"function": "rollout.rewards:exact_number"},
         "kind": model | {"engine": {"tensor_parallel": 2}},
@@ -263,6 +264,13 @@ def test_unfinished_means_steps_evaluation_or_model_are_missing(make_run, config
     scores = (run_dir / "eval.jsonl").read_text().splitlines(keepends=True)
     (run_dir / "eval.jsonl").write_text("".join(s for s in scores if json.loads(s)["version"] < 24))
     assert not finished()
+
+
+def test_a_file_in_the_place_of_the_run_folder_is_told(start, config_file):
+    settings = yaml.safe_load(config_file.read_text()) | {"run_dir": "/dev/full"}
+    config_file.write_text(yaml.safe_dump(settings))
+    with pytest.raises(local.RunError, match=r"run_dir=/dev/full: is no folder; expected one"):
+        start(FINISHES)
 
 
 def test_a_run_folder_that_cannot_be_written_is_named(start, config_file, tmp_path):

@@ -37,7 +37,7 @@ def test_a_stage_starts_from_the_model_that_an_earlier_one_writes(pipeline_file,
     assert f'model.path="{tmp_path}/all/first/model"' in second.overrides
     assert "learner.steps=7" in second.overrides
     assert 'name="chat-second"' in second.overrides
-    assert second.command[1:4] == ["-m", "launch.cli", "run"]
+    assert second.command[1:4] == ["-m", "launch", "run"]
 
 
 def test_every_stage_is_checked_before_the_first_one_starts(pipeline_file):

@@ -5,7 +5,7 @@ from rich.console import Console
 
 from launch.experiment import read
 from launch.history import History
-from launch.screen import Alarms, Screen, render, sparkline
+from launch.screen import LONGEST_ALARM, MOST_ALARMS, Alarms, Screen, render, sparkline
 
 
 class Running:
@@ -59,6 +59,19 @@ def test_without_a_terminal_a_step_is_a_line(make_run, config_file):
     assert "\x1b" not in output.getvalue()
 
 
+def test_a_long_silence_is_filled(make_run, config_file, monkeypatch):
+    history = History(make_run(steps=0))
+    output = io.StringIO()
+    with Screen(read(config_file, []), history, Running(), Console(file=output, width=80)) as screen:
+        screen.update()
+        monkeypatch.setattr("launch.screen.LONGEST_SILENCE_S", 0.0)
+        screen._due = 0.0
+        screen.update()
+    first, *_, last = output.getvalue().splitlines()
+    assert first == "starting: the engines and the learner load the model"
+    assert last == "still starting · 0 s"
+
+
 def test_alarms_are_the_services_own_new_warnings(tmp_path):
     log = tmp_path / "learner.log"
     log.write_text("2026-01-01 00:00:00,000 ERROR learner.loop: of the run before\n")
@@ -73,6 +86,16 @@ def test_alarms_are_the_services_own_new_warnings(tmp_path):
     assert [line.partition(" │ ")[0] for line in alarms.refresh()] == ["buffer", "learner"]
     assert list(alarms.last) == ["buffer │ 00:00:02 and here", "learner │ 00:00:02 rank 0 look here"]
     assert alarms.refresh() == []
+
+
+def test_a_flood_of_alarms_is_cut_and_counted(tmp_path):
+    alarms = Alarms(tmp_path)
+    line = "2026-01-01 00:00:01,000 WARNING rollout.loop: gave up prompt {}: " + "x" * 5000 + "\n"
+    (tmp_path / "server-0.log").write_text("".join(line.format(i) for i in range(50)))
+    found = alarms.refresh()
+    assert len(found) == MOST_ALARMS
+    assert found[-1] == f"server-0 │ … and 47 more, all of them in {tmp_path}/server-0.log"
+    assert max(map(len, found)) < LONGEST_ALARM + 50
 
 
 def test_sparkline_spans_low_to_high_and_fits():

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from launch.supervisor import Service, Supervisor, last_lines
+from launch.supervisor import LONGEST_LINE, Service, Supervisor, last_error, last_lines
 
 DEADLINES_S = {"first": 1.0, "second": 1.0}
 PATIENCE_S = 20.0
@@ -218,3 +218,52 @@ def test_last_lines_leave_out_torchruns_own_account(tmp_path):
     )
     assert last_lines(log, offset=len("old run\n")) == ["valueless", "ValueError: the reason"]
     assert last_lines(log, count=1) == ["ValueError: the reason"]
+
+
+def test_a_long_line_is_cut(tmp_path):
+    log = tmp_path / "server-0.log"
+    log.write_text("short\n" + "x" * 100_000 + "\n")
+    short, long = last_lines(log)
+    assert short == "short"
+    assert long == "x" * LONGEST_LINE + "… (100000 characters)"
+
+
+VLLM_DIES = """old: ValueError: of the start before
+(EngineCore pid=7) ERROR 11-30 10:00:00 [core.py:1] Traceback (most recent call last):
+(EngineCore pid=7) ERROR 11-30 10:00:00 [core.py:1] ValueError: no room for the cache
+(EngineCore pid=7) Process EngineCore:
+Traceback (most recent call last):
+  File "core_client.py", line 1, in make_client
+RuntimeError: Engine core initialization failed. See root cause above. Failed core proc(s): {}
+2026-11-30 10:00:01,000 ERROR rollout.service: rollout server server-0 stops: vLLM does not start
+"""
+
+
+def test_the_cause_that_a_log_names_is_found(tmp_path):
+    log = tmp_path / "server-0.log"
+    log.write_text(VLLM_DIES)
+    assert last_error(log) == "ValueError: no room for the cache"
+    assert last_error(log, VLLM_DIES.index("Process EngineCore")) is None
+    log.write_text("00:00:01 WARNING rollout.loop: gave up prompt 0/1: ValueError: passed\n")
+    assert last_error(log) is None
+    log.write_text("nothing\ntorch.cuda.OutOfMemoryError: 3 GiB\n")
+    assert last_error(log) == "torch.cuda.OutOfMemoryError: 3 GiB"
+
+
+@pytest.mark.parametrize(("lines", "told"), [(30, "ValueError: deep down"), (3, None)])
+def test_a_failure_tells_the_cause_that_its_last_lines_do_not_have(tmp_path, lines, told):
+    code = f"print('ValueError: deep down'); [print('line') for _ in range({lines})]; raise SystemExit(1)"
+    with Supervisor([scripted("deep", "first", code)], tmp_path, DEADLINES_S) as supervisor:
+        wait_for(lambda: not supervisor.running)
+        failure = supervisor.check()
+    assert failure is not None
+    assert failure.cause == told
+
+
+def test_a_full_disk_is_told_with_the_failure_that_it_may_have_caused(tmp_path, monkeypatch):
+    monkeypatch.setattr("launch.supervisor.FULL_BYTES", 1 << 62)
+    with Supervisor([scripted("dies", "first", "raise SystemExit(1)")], tmp_path, DEADLINES_S) as supervisor:
+        wait_for(lambda: not supervisor.running)
+        failure = supervisor.check()
+    assert failure is not None
+    assert failure.reason == "ended with code 1; the disk of its log is full, which may be why"

@@ -66,11 +66,14 @@ def fork_and_flee(row):
     if os.fork() == 0:
         os.setsid()
         if os.fork() == 0:
-            with open(row["pid_file"], "w") as file:
+            with open(row["pid_file"] + ".part", "w") as file:
                 file.write(str(os.getpid()))
+            os.rename(file.name, row["pid_file"])
             time.sleep(300)
         os._exit(0)
     os.wait()
+    while not os.path.exists(row["pid_file"]):
+        time.sleep(0.01)
     time.sleep(row.get("sleep_s", 300))
     return 1.0
 

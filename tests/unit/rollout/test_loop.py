@@ -283,7 +283,9 @@ def test_the_other_completions_of_a_failed_group_are_cancelled():
     assert asyncio.run(go()) == (2 * 4, 0)
 
 
-def test_a_failed_reward_is_no_reward():
+def test_a_failed_reward_is_no_reward(caplog):
+    caplog.set_level(logging.WARNING, "rollout.loop")
+
     async def go():
         rewards = Rewards(CompletionFailed("reward_timeout", "slow"))
         async with Bench(ScriptedEngine(plain_completion), rewards=rewards, rows=ROWS[:1], epochs=1) as bench:
@@ -293,10 +295,18 @@ def test_a_failed_reward_is_no_reward():
     line, status = asyncio.run(go())
     assert status["stored"] == 0
     assert line["reward_timeouts"] == line["failed/reward_timeout"] == 4
+    assert [r.message for r in caplog.records if r.name == "rollout.loop"] == [
+        "gave up prompt 0/0, try 1 of 4, queued again: reward_timeout: slow",
+        "gave up prompt 0/0, try 2 of 4, queued again: reward_timeout: slow",
+        "gave up prompt 0/0, try 3 of 4, queued again: reward_timeout: slow",
+        "gave up prompt 0/0, dropped after 4 tries: reward_timeout: slow",
+    ]
 
 
 @pytest.mark.parametrize("rule", ["too_long", "bad_row"])
-def test_a_refused_prompt_is_dropped_at_the_first_try(rule):
+def test_a_refused_prompt_is_dropped_at_the_first_try(rule, caplog):
+    caplog.set_level(logging.WARNING, "rollout.loop")
+
     async def go():
         rows = [{"prompt": "p0", "refuse": rule}, *ROWS[1:3]]
         engine = ScriptedEngine(plain_completion)
@@ -306,6 +316,7 @@ def test_a_refused_prompt_is_dropped_at_the_first_try(rule):
 
     batch, failures, requests = asyncio.run(go())
     assert failures == {rule: 1}
+    assert f"gave up prompt 0/0, dropped: {rule}: as the row says" in caplog.messages
     assert {group.prompt_id for group in batch.groups} == {"0/1", "0/2"}
     assert len(requests) == 6
 
@@ -460,7 +471,7 @@ def _quiet(caplog):
     caplog.set_level(logging.CRITICAL)
 
 
-def test_rewards_that_misbehave_cost_their_own_groups_and_the_run_goes_on(monkeypatch):
+def test_rewards_that_misbehave_cost_their_own_groups_and_the_run_goes_on(monkeypatch, tmp_path):
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
     faults = {
         "fail": "raised", "hang": "timeout", "fork_on": "timeout", "eat": "memory", "hard_exit": "exit",
@@ -471,7 +482,7 @@ def test_rewards_that_misbehave_cost_their_own_groups_and_the_run_goes_on(monkey
     config = FunctionReward(function="faulty_rewards:by_text", timeout_s=2.0, workers=2, memory_mib=512)
 
     async def go():
-        pool = RewardPool(config, "rollout.rewards.made")
+        pool = RewardPool(config, "rollout.rewards.made", tmp_path / "printed")
         await pool.start()
         rewards = TotalReward({"made": (1.0, FunctionSource(pool))})
         engine = ScriptedEngine(lambda r: plain_completion(r, text=texts[r.prompt_ids[1]]))

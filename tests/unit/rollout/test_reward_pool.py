@@ -13,10 +13,14 @@ from rollout.config import FunctionReward
 from rollout.engine import CompletionFailed
 from rollout.reward_pool import RewardPool, RewardStartError
 
+PRINTED = Path("logs/made.printed")
+
 
 @pytest.fixture(autouse=True)
-def _faulty_rewards_importable(monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
+def _faulty_rewards_importable(monkeypatch, tmp_path):
+    home = Path(__file__).parents[3]
+    monkeypatch.setenv("PYTHONPATH", f"{Path(__file__).parent}:{home}")
+    monkeypatch.chdir(tmp_path)
 
 
 @asynccontextmanager
@@ -27,7 +31,7 @@ async def pool_of(**settings) -> AsyncIterator[RewardPool]:
         "workers": 1,
         "memory_mib": 512,
     } | settings
-    pool = RewardPool(FunctionReward(**settings), "rollout.rewards.made")
+    pool = RewardPool(FunctionReward(**settings), "rollout.rewards.made", PRINTED)
     try:
         await pool.start()
         yield pool
@@ -197,6 +201,23 @@ def test_a_reward_that_prints_reads_or_closes_disturbs_nothing():
             return [(await pool.score(text, {})).reward for text in texts]
 
     assert asyncio.run(go()) == [0.25, 0.5, 0.125, 1.0]
+
+
+def test_what_a_reward_prints_goes_to_a_file_and_is_said_once(capfd, caplog, monkeypatch):
+    async def go(*texts):
+        async with pool_of() as pool:
+            for text in texts:
+                await pool.score(text, {})
+
+    asyncio.run(go("good"))
+    assert (caplog.messages, PRINTED.read_bytes()) == ([], b"")
+    asyncio.run(go("shout", "shout"))
+    assert caplog.messages == [f"rollout.rewards.made prints; what it prints is in {PRINTED}"]
+    assert PRINTED.stat().st_size > 200_000
+    assert capfd.readouterr() == ("", "")
+    monkeypatch.setattr("rollout.reward_pool.MOST_PRINTED_BYTES", 150_000)
+    asyncio.run(go("shout", "good"))
+    assert PRINTED.stat().st_size == 0, "it must not fill the disk"
 
 
 def test_one_hanging_reward_does_not_hold_up_the_others():

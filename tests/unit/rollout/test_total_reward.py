@@ -169,7 +169,7 @@ def test_a_score_that_does_not_come_fails_the_completion(fault, kind):
     assert failed.value.kind == kind
 
 
-def test_a_reward_of_weight_0_is_not_even_started():
+def test_a_reward_of_weight_0_is_not_even_started(tmp_path):
     rewards = {
         "right": FunctionReward(function="rollout.rewards:exact_number", weight=2.0),
         "broken": FunctionReward(function="no.such:function", weight=0.0),
@@ -178,7 +178,7 @@ def test_a_reward_of_weight_0_is_not_even_started():
 
     async def go():
         async with AsyncExitStack() as stack:
-            total = await open_rewards(rewards, "run", "server-0", None, stack)
+            total = await open_rewards(rewards, "run", "server-0", None, stack, tmp_path)
             await asyncio.wait_for(total.ready(), 5)
             return await total.score(ANSWER)
 

@@ -1,11 +1,13 @@
 """A manifest is compared with the checkpoint that the server was started from."""
 
+import json
+
 import pytest
 import torch
 from safetensors.torch import save_file
 
 from sync.errors import ManifestRefused
-from sync.expected import ExpectedModel, read_specs
+from sync.expected import ExpectedModel, read_shapes, read_specs
 from sync.manifest import BLOCK_BYTES, Manifest, TensorSpec
 
 SPECS = [
@@ -26,6 +28,18 @@ def test_specs_come_from_the_files(tmp_path):
     save_file({name: tensors[name] for name in names[2:]}, tmp_path / "model-2.safetensors")
     assert sorted(read_specs(tmp_path), key=lambda s: s.name) == sorted(SPECS, key=lambda s: s.name)
     assert read_specs(tmp_path / "nowhere") == []
+
+
+def test_only_what_the_index_names_counts(tmp_path):
+    for name in ("model-1", "consolidated"):
+        save_file({f"{name}.weight": torch.zeros(2, 3)}, tmp_path / f"{name}.safetensors")
+    index = {"weight_map": {"model-1.weight": "model-1.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert [s.name for s in read_specs(tmp_path)] == ["model-1.weight"]
+    assert read_shapes(tmp_path) == {"model-1.weight": (2, 3)}
+    (tmp_path / "model.safetensors.index.json").write_text("{}")
+    with pytest.raises(ValueError, match="expected a map of tensors to files"):
+        read_specs(tmp_path)
 
 
 def test_the_same_model_passes_in_any_order_and_in_the_engines_dtype():

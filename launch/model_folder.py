@@ -1,0 +1,142 @@
+"""Whether a model's folder can be loaded, as far as its files tell unread.
+
+Looks at config.json, for a tokenizer, and at the headers of the weights, whose tensors must be those that
+config.json asks for. No torch.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from launch.demo_model import MODEL_DIR
+from learner import families
+from learner.config import ParallelConfig
+from learner.families import Family, Head
+from learner.slots import slots
+from sync.expected import INDEX, NO_WEIGHT, damage, read_shapes, weight_files
+
+TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
+
+
+def trained(
+    key: str,
+    path: str,
+    max_length: int,
+    layout: ParallelConfig | None = None,
+    head: Head = "vocabulary",
+    tokenizer: bool = True,
+) -> list[str]:
+    """What is wrong with a folder whose model the learner trains, in one line at most.
+
+    Args:
+        key: The setting that names it, for the line.
+        path: The folder.
+        max_length: Longest sequence it is to take, tokens.
+        layout: How the learner's ranks share it; None where they run on another machine.
+        head: What is trained on it.
+        tokenizer: Whether its tokenizer is used.
+    """
+    fields, found = _config(key, path)
+    found = found or _length(path, fields, max_length) or _weights(key, path)
+    if found or (tokenizer and (found := _tokenizer(key, path))):
+        return found
+    try:
+        family = families.read(path, head)
+        if layout is not None:
+            family.check_layout(layout)
+    except ValueError as error:
+        return [f"{key}={path}: {str(error).removeprefix(f'{path}/')}"]
+    return _shapes(key, path, family)
+
+
+def served(key: str, path: str, max_length: int | None = None) -> list[str]:
+    """What is wrong with a folder that vLLM alone is to serve: it knows more architectures than the learner.
+
+    Args:
+        key: As above.
+        path: The folder.
+        max_length: None leaves it unchecked.
+    """
+    fields, found = _config(key, path)
+    if max_length is not None:
+        found = found or _length(path, fields, max_length)
+    return found or _weights(key, path) or _tokenizer(key, path) or _unlike(key, path, fields)
+
+
+def _config(key: str, path: str) -> tuple[dict[str, Any], list[str]]:
+    config = Path(path) / "config.json"
+    if not config.is_file():
+        made = "; `python -m launch.demo_model` makes it" if Path(path) == MODEL_DIR else ""
+        return {}, [f"{key}={path}: no config.json in it, expected a Hugging Face folder{made}"]
+    try:
+        fields = json.loads(config.read_text())
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        return {}, [f"{key}={path}: config.json is not JSON: {error}"]
+    if not isinstance(fields, dict):
+        return {}, [f"{key}={path}: config.json is not a mapping, expected a Hugging Face folder"]
+    return fields, []
+
+
+def _length(path: str, fields: dict[str, Any], max_length: int) -> list[str]:
+    longest = fields.get("max_position_embeddings")
+    if isinstance(longest, int) and max_length > longest:
+        return [f"model.max_length={max_length}: the model in {path} takes at most {longest}"]
+    return []
+
+
+def _weights(key: str, path: str) -> list[str]:
+    """What is wrong with the files of weights, each by itself."""
+    folder = Path(path)
+    try:
+        files = weight_files(folder)
+    except ValueError as error:
+        return [f"{key}={path}: {error}"]
+    if not files:
+        return [f"{key}={path}: no weights in it, expected *.safetensors beside config.json"]
+    if missing := [file.name for file in files if not file.is_file()]:
+        return [f"{key}={path}: {missing[0]} is missing, which {INDEX} names; bring it here again"]
+    damages = [found for file in files if (found := damage(file))]
+    return [f"{key}={path}: {damages[0]}; bring it here again"] if damages else []
+
+
+def _tokenizer(key: str, path: str) -> list[str]:
+    if any((Path(path) / name).is_file() for name in TOKENIZERS):
+        return []
+    return [f"{key}={path}: no tokenizer in it, expected {' or '.join(TOKENIZERS)}"]
+
+
+def _unlike(key: str, path: str, fields: dict[str, Any]) -> list[str]:
+    """Where the weights are not what config.json asks for; of an architecture not known here nothing."""
+    named = str((fields.get("architectures") or [""])[0])
+    head: Head = "score" if named.endswith("ForSequenceClassification") else "vocabulary"
+    try:
+        family = families.from_config(fields, path, head)
+    except ValueError:
+        return []
+    return _shapes(key, path, family)
+
+
+def _shapes(key: str, path: str, family: Family) -> list[str]:
+    """The first tensor that is missing, of another shape, or asked for by nobody."""
+    found = read_shapes(Path(path))
+    asked = {whole.name: whole.shape for slot in slots(family, ParallelConfig()) for whole in slot.whole}
+    if not family.has_score:
+        asked.pop("score.weight", None)  # made anew
+    for name, shape in asked.items():
+        if name not in found:
+            return [
+                f"{key}={path}: config.json asks for {name} {_shown(shape)}, which the weights do not have"
+            ]
+        if found[name] != shape:
+            return [
+                f"{key}={path}: {name} is {_shown(found[name])} in the weights, and config.json asks for "
+                f"{_shown(shape)}"
+            ]
+    extra = [n for n in found if n not in asked and n != "lm_head.weight" and not n.endswith(NO_WEIGHT)]
+    if extra:
+        return [f"{key}={path}: the weights have {extra[0]}, which config.json does not ask for"]
+    return []
+
+
+def _shown(shape: tuple[int, ...]) -> str:
+    return " × ".join(map(str, shape))

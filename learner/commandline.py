@@ -1,0 +1,42 @@
+"""The command line of a training job's process."""
+
+import argparse
+import logging
+import os
+import sys
+import warnings
+from typing import TypeVar
+
+from buffer.experiment import ConfigError, Experiment, load
+from buffer.stacks import answer_with_stacks
+
+E_ = TypeVar("E_", bound=Experiment)
+
+
+def start(prog: str, about: str | None, schema: type[E_]) -> E_:
+    """Read the command line and the file, and begin to log.
+
+    Raises:
+        SystemExit: The file has a mistake; one line a mistake.
+    """
+    answer_with_stacks()
+    parser = argparse.ArgumentParser(prog=prog, description=about)
+    parser.add_argument("config", help="the experiment's YAML file")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="override of a setting in the file")
+    options = parser.parse_args()
+    try:
+        experiment = load(options.config, options.overrides, schema)
+    except ConfigError as error:
+        sys.exit(str(error))
+    rank = os.environ.get("RANK", "0")
+    form = f"%(asctime)s %(levelname)s rank {rank} %(name)s: %(message)s"
+    logging.basicConfig(level=experiment.logging.level, format=form)
+    quiet_megatron()
+    return experiment
+
+
+def quiet_megatron() -> None:
+    """Leave its errors only: it warns of every fused kernel that a machine lacks, at its import already."""
+    logging.getLogger("megatron").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", module="megatron")
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")

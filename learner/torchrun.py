@@ -1,0 +1,30 @@
+"""`python -m learner.torchrun …`: torchrun, whose own end is told in a line and not in a traceback.
+
+What a rank died of that rank has said; under torchrun itself a page about its launcher comes behind it.
+Ctrl-C comes to the ranks at the same time, which end as they see fit.
+"""
+
+import sys
+
+from buffer.ctrl_c import end_at_ctrl_c
+
+
+def main() -> None:
+    end_at_ctrl_c()
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.run import parse_args, run
+
+    try:
+        run(parse_args(sys.argv[1:]))
+    except SignalException as error:
+        sys.exit(128 + error.sigval)
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        code = failure.exitcode
+        ending = f"was ended by signal {-code}" if code < 0 else f"ended with code {code}"
+        sys.exit(f"rank {rank} {ending}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,121 @@
+"""What a model's files tell before anything starts."""
+
+import json
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from buffer.experiment import ConfigError
+from launch import model_folder, prediction
+from launch.experiment import read
+from learner.config import ParallelConfig
+
+
+def trained(folder, **options):
+    return model_folder.trained("model.path", str(folder), 128, **options)
+
+
+def test_a_folder_that_fits_has_no_fault(make_model):
+    plain = make_model("plain")
+    assert trained(plain, layout=ParallelConfig(pipeline=2)) == []
+    assert model_folder.served("model.path", str(plain), 128) == []
+    assert trained(make_model("stored-head", {"lm_head.weight": (32, 8)})) == [], (
+        "vLLM and the learner pass it by"
+    )
+    assert trained(make_model("rope", {"model.layers.0.self_attn.rotary_emb.inv_freq": (2,)})) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        (
+            {"num_hidden_layers": 3},
+            "asks for model.layers.2.self_attn.q_proj.weight 8 × 8, which the weights do not have",
+        ),
+        ({"num_hidden_layers": 1}, "which config.json does not ask for"),
+        (
+            {"hidden_size": 16},
+            "model.embed_tokens.weight is 32 × 8 in the weights, and config.json asks for 32 × 16",
+        ),
+        ({"vocab_size": 33}, "model.embed_tokens.weight is 32 × 8 in the weights"),
+        ({"intermediate_size": 8}, "model.layers.0.mlp.gate_proj.weight is 16 × 8 in the weights"),
+        ({"num_key_value_heads": 2}, "model.layers.0.self_attn.k_proj.weight is 4 × 8 in the weights"),
+        ({"tie_word_embeddings": False}, "config.json asks for lm_head.weight 32 × 8"),
+    ],
+)
+def test_a_config_that_is_not_the_weights_is_told_by_the_first_tensor(make_model, changes, told):
+    folder = make_model("wrong", **changes)
+    for faults in (trained(folder), model_folder.served("model.path", str(folder), 128)):
+        (line,) = faults
+        assert told in line
+        assert line.startswith(f"model.path={folder}: ")
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        (
+            {"architectures": ["GPT2LMHeadModel"]},
+            "architecture GPT2LMHeadModel is not supported; one of Llama",
+        ),
+        ({"num_hidden_layers": "two"}, 'num_hidden_layers "two"; expected a number above 0'),
+        ({"hidden_size": 0}, "hidden_size 0; expected a number above 0"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config: quantised weights"),
+    ],
+)
+def test_what_the_learner_cannot_train_is_told_and_vllm_alone_may_serve_it(make_model, changes, told):
+    folder = make_model("other", **changes)
+    (line,) = trained(folder)
+    assert line.startswith(f"model.path={folder}: config.json: {told}")
+    assert model_folder.served("model.path", str(folder), 128) == []
+
+
+def test_a_layout_that_does_not_divide_the_model_is_told(make_model):
+    (line,) = trained(make_model("plain"), layout=ParallelConfig(tensor=2))
+    assert "learner.parallel.tensor=2 does not divide the model's 1 key-value heads" in line
+
+
+def test_a_score_head_goes_on_either_kind_of_folder(make_model, reward_folder):
+    for folder in (make_model("plain"), make_model("untied", {"lm_head.weight": (32, 8)}), reward_folder):
+        assert trained(folder, head="score") == []
+    (line,) = trained(reward_folder)
+    assert "architecture LlamaForSequenceClassification is not supported" in line
+    (line,) = trained(
+        make_model("torn", architectures=["LlamaForSequenceClassification"], num_labels=1), head="score"
+    )
+    assert "asks for score.weight 1 × 8" in line
+
+
+def test_an_index_says_which_files_count(make_model):
+    folder = make_model("sharded")
+    (folder / "model.safetensors").rename(folder / "model-1-of-1.safetensors")
+    save_file({"layers.0.wq": np.zeros(3, np.float32)}, folder / "consolidated.safetensors")
+    (line,) = trained(folder)
+    assert "layers.0.wq" in line
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"model.norm.weight": "model-1-of-1.safetensors"}}))
+    assert trained(folder) == []
+    index.write_text(json.dumps({"weight_map": {"model.norm.weight": "model-2-of-2.safetensors"}}))
+    (line,) = trained(folder)
+    assert "model-2-of-2.safetensors is missing, which model.safetensors.index.json names" in line
+    index.write_text("{}")
+    (line,) = trained(folder)
+    assert "expected a map of tensors to files" in line
+
+
+def test_every_command_that_loads_a_model_looks_at_it_first(config_file, make_model):
+    wrong = f"model.path={make_model('wrong', num_hidden_layers=3)}"
+    for services in (["rollout"], ["learner"], ["buffer", "rollout", "scorer", "learner"]):
+        with pytest.raises(ConfigError, match=r"asks for model\.layers\.2"):
+            read(config_file, [wrong], services)
+    read(config_file, [wrong], ["buffer"])
+    with pytest.raises(ValueError, match=r"asks for model\.layers\.2"):
+        prediction.read(config_file, [wrong], None)
+
+
+def test_a_scorers_model_is_looked_at_too(config_file, make_model):
+    labels = {"architectures": ["LlamaForSequenceClassification"], "num_labels": 1}
+    torn = make_model("torn", **labels)
+    with pytest.raises(ConfigError, match=r"rollout.rewards.x.model=.*asks for score.weight"):
+        read(config_file, [f"rollout.rewards.x.model={torn}"])
