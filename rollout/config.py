@@ -18,6 +18,7 @@ from buffer.experiment import (
 )
 from buffer.processor import has_gpu, native_dtype
 from sync.config import SyncConfig
+from sync.sink import OnUpdate
 
 OTHER_POLICY = (
     "top_p", "top_k", "min_p", "typical_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
@@ -172,6 +173,10 @@ class RolloutConfig(Section):
     """Groups one server works on at a time."""
     group_timeout_s: float = Field(default=600.0, gt=0)
     """A group not finished by then is given up and its prompt goes back to the queue."""
+    on_update: OnUpdate = "keep"
+    """What becomes of running completions when a version comes in: `keep` goes on with the key-value cache of
+    the old weights, `recompute` has the new ones compute it again, `abort` starts them anew and counts their
+    tokens as wasted. Each token is labelled with the version that sampled it in any case."""
     sampling: SamplingConfig = SamplingConfig()
     episode: Annotated[str, AfterValidator(named())] | None = None
     """`package.module:function` of your own, called as `await f(row, chat)` for every completion: it makes a

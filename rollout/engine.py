@@ -28,6 +28,18 @@ class CompletionFailed(RuntimeError):
         self.kind = kind
 
 
+class CompletionAborted(CompletionFailed):
+    """The weights changed, and `rollout.on_update` is `abort`: it may be sampled anew at once.
+
+    Attributes:
+        tokens: That were sampled for nothing.
+    """
+
+    def __init__(self, tokens: int) -> None:
+        super().__init__("aborted", f"after {tokens} tokens")
+        self.tokens = tokens
+
+
 def gravest(failures: BaseExceptionGroup[Any]) -> BaseException:
     """One exception to speak for all: anything that is more than a failed completion comes first."""
     return next(
@@ -89,7 +101,7 @@ class Engine(Protocol):
         """Sample one completion; cancelling the call ends the request in the engine.
 
         Raises:
-            CompletionFailed: This one is not usable.
+            CompletionFailed: This one is not usable; `CompletionAborted` if only the weights changed.
             EngineFailed: The engine is gone.
         """
         ...

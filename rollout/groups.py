@@ -1,6 +1,7 @@
 """From one lease to one group: render the prompt, sample its completions together, score each as it ends."""
 
 import asyncio
+import itertools
 import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ import numpy as np
 
 from buffer.records import Group, Lease, Trajectory
 from buffer.rendering import Renderer
-from rollout.engine import Completion, CompletionFailed, Engine, Request, gravest
+from rollout.engine import Completion, CompletionAborted, CompletionFailed, Engine, Request, gravest
 from rollout.episodes import Chat, play
 from rollout.metrics import Meters
 from rollout.total_reward import Answer, Total
@@ -116,19 +117,28 @@ class GroupRunner:
         self, index: int, lease: Lease, prompt_ids: list[int], plan: SamplingPlan, sampled: list[int]
     ) -> Trajectory:
         async def sample(ids: list[int], turn: int) -> Completion:
+            for tries in itertools.count():
+                try:
+                    completion = await self._engine.generate(request(ids, turn, tries))
+                except CompletionAborted as aborted:
+                    self._meters.wasted_tokens += aborted.tokens
+                    continue
+                self._meters.completed(completion)
+                sampled.append(len(completion.token_ids))
+                return completion
+            raise AssertionError("counted to the end")
+
+        def request(ids: list[int], turn: int, tries: int) -> Request:
             version = self._version()
             assert version is not None, "sampling before the first version"
-            request = Request(
-                request_id=f"{lease.lease_id}/{index}" + (f"/{turn}" if turn else ""),
+            place = f"{index}" + (f"/{turn}" if turn else "") + (f"/again-{tries}" if tries else "")
+            return Request(
+                request_id=f"{lease.lease_id}/{place}",
                 prompt_ids=ids,
                 max_tokens=min(plan.max_tokens, self._renderer.room(len(ids))),
                 temperature=plan.temperature,
                 version=version,
             )
-            completion = await self._engine.generate(request)
-            self._meters.completed(completion)
-            sampled.append(len(completion.token_ids))
-            return completion
 
         row = lease.prompt.row
         facts: dict[str, Any] = {"prompt": last_words(row.get("prompt"))}

@@ -35,7 +35,7 @@ class Meters:
         self.completions = 0
         self.tokens = 0
         self.wasted_tokens = 0
-        """Of finished completions whose group came to nothing."""
+        """Sampled for nothing: of aborted completions, and of finished ones whose group came to nothing."""
         self._group_s: list[float] = []
         self.version: int | None = None
         self._server = server

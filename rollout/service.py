@@ -129,4 +129,5 @@ def _engine(experiment: RolloutExperiment, name: str) -> Engine:
 
     sampling = experiment.rollout.sampling
     seed = server_seed(experiment.seed, name)
-    return VLLMEngine(experiment.model, experiment.rollout.engine, sampling.stop, seed)
+    rollout = experiment.rollout
+    return VLLMEngine(experiment.model, rollout.engine, sampling.stop, seed, rollout.on_update)

@@ -9,9 +9,9 @@ from numpy.typing import NDArray
 
 from buffer.experiment import ModelConfig
 from rollout.config import EngineConfig
-from rollout.engine import Completion, CompletionFailed, EngineFailed, Request
+from rollout.engine import Completion, CompletionAborted, CompletionFailed, EngineFailed, Request
 from rollout.vllm_process import VLLMProcess, first_line
-from sync.sink import WeightSink
+from sync.sink import OnUpdate, WeightSink
 
 
 class VLLMEngine:
@@ -22,14 +22,21 @@ class VLLMEngine:
         config: Layout and memory.
         stop: Texts that end a completion. Without any, vLLM need not detokenize each step.
         seed: Servers must differ in it, or they would draw the same noise; see `server_seed`.
+        on_update: What becomes of running requests when the weights change.
     """
 
     def __init__(
-        self, model: ModelConfig, config: EngineConfig, stop: Sequence[str] = (), seed: int = 0
+        self,
+        model: ModelConfig,
+        config: EngineConfig,
+        stop: Sequence[str] = (),
+        seed: int = 0,
+        on_update: OnUpdate = "keep",
     ) -> None:
         self._model = model
         self._stop = list(stop)
         self._seed = seed
+        self._on_update: OnUpdate = on_update
         self._process = VLLMProcess(config)
         self._sink: WeightSink | None = None
 
@@ -56,7 +63,7 @@ class VLLMEngine:
             logprobs_mode="processed_logprobs",
             **engine_options(),
         )
-        self._sink = VllmSink(self.llm)
+        self._sink = VllmSink(self.llm, self._on_update)
 
     async def freeze(self) -> None:
         """Label the folder's own weights version 0, where no learner will publish any."""
@@ -102,6 +109,8 @@ class VLLMEngine:
 
     def _completion(self, output: Any) -> Completion:
         """From a finished `CompletionOutput`."""
+        if output.finish_reason == "abort" and self._on_update == "abort":
+            raise CompletionAborted(len(output.token_ids))
         if output.finish_reason not in ("stop", "length"):
             raise CompletionFailed("engine", f"finished by {output.finish_reason}")
         token_ids = list(output.token_ids)

@@ -2,9 +2,13 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Literal, Protocol
 
 from sync.manifest import Manifest
+
+OnUpdate = Literal["keep", "recompute", "abort"]
+"""What becomes of running requests when weights change: they keep their key-value cache, have it computed
+again by the new weights, or are aborted."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from sync.errors import BY_CAUSE, EngineLost, LoadFailed, SyncError, TransferFailed
-from sync.sink import StagePlan
+from sync.sink import OnUpdate, StagePlan
 from sync.vllm_plugin import BACKEND
 
 logger = logging.getLogger(__name__)
@@ -39,14 +39,20 @@ def engine_options() -> dict[str, Any]:
 
 
 class VllmSink:
-    """Weights into one AsyncLLM made with `engine_options()`; each of its ranks receives."""
+    """Weights into one AsyncLLM made with `engine_options()`; each of its ranks receives.
 
-    def __init__(self, engine: AsyncLLM) -> None:
+    Args:
+        engine: The one.
+        on_update: What becomes of running requests. Aborted ones end with the finish reason `abort`.
+    """
+
+    def __init__(self, engine: AsyncLLM, on_update: OnUpdate = "keep") -> None:
         parallel = engine.vllm_config.parallel_config
         if parallel.data_parallel_size != 1:
             raise ValueError("engine: data_parallel_size is not 1; expected one server for each replica")
         self._engine = engine
         self._world_size: int = parallel.world_size
+        self._on_update: OnUpdate = on_update
         self._resumable = True
 
     @property
@@ -88,10 +94,15 @@ class VllmSink:
             if (status["state"], status.get("version")) != ("staged", version):
                 raise LoadFailed(f"rank {rank}: version {version} is not staged: {status}")
         try:
+            # Aborted requests leave nothing that anybody goes on with; the others' cache must not be cleared.
+            abort = self._on_update == "abort"
+            pause = self._engine.pause_generation(mode="abort" if abort else "keep", clear_cache=abort)
             # It returns when the step under way has ended: until then tokens are made.
-            await self._call(self._engine.pause_generation(mode="keep", clear_cache=False), LoadFailed)
+            await self._call(pause, LoadFailed)
             paused = time.perf_counter()
             await self._replace_weights(version)
+            if self._on_update == "recompute":
+                await self._call(self._engine.reset_prefix_cache(reset_running_requests=True), LoadFailed)
             loaded()
         finally:
             if self._resumable:

@@ -18,7 +18,9 @@ from typing import Any, cast
 import pytest
 import torch
 
-from rollout.vllm_engine import token_versions
+from buffer.experiment import ModelConfig
+from rollout.engine import CompletionAborted, Request
+from rollout.vllm_engine import VLLMEngine, token_versions
 from sync.buckets import spec_of
 from sync.config import SyncConfig
 from sync.errors import ChecksumMismatch, EngineLost, ManifestRefused
@@ -26,7 +28,7 @@ from sync.group import BroadcastGroup, Seat, listen
 from sync.manifest import Manifest
 from sync.publisher import Publisher
 from sync.receiver import Receiver
-from sync.sink import StagePlan
+from sync.sink import OnUpdate, StagePlan
 from sync.stager import make_seal
 
 pytestmark = pytest.mark.slow
@@ -376,8 +378,19 @@ def gaps_to_hugging_face(
     return apart, off
 
 
+@contextlib.contextmanager
+def updating(rig: Rig, on_update: OnUpdate):
+    """The same engine, which does something else with what runs when a version comes in."""
+    from sync.vllm_sink import VllmSink
+
+    before, rig.sink = rig.sink, VllmSink(cast(Any, rig.engine), on_update)
+    yield
+    rig.sink = before
+
+
 @first_case
-def test_request_in_flight_over_two_publishes_labels_each_token_with_what_sampled_it(rig, address):
+@pytest.mark.parametrize("on_update", ["keep", "recompute"])
+def test_request_in_flight_over_two_publishes_labels_each_token_with_what_sampled_it(rig, address, on_update):
     loop, rig = rig
     policies = {}
     count = 1000
@@ -404,20 +417,24 @@ def test_request_in_flight_over_two_publishes_labels_each_token_with_what_sample
             assert not running.done(), "the request ended before the second publish; give it more tokens"
             return await running
 
-    tokens, logprobs, spans = loop.run_until_complete(scenario())
+    with updating(rig, on_update):
+        tokens, logprobs, spans = loop.run_until_complete(scenario())
     versions = token_versions(count, spans).tolist()
     assert sorted(set(versions)) == [10, 11, 12]
     assert versions == sorted(versions)
-    highest, expected = mixed_policy(policies, tokens, versions)
+    highest, expected = mixed_policy(policies, tokens, versions, on_update == "keep")
     assert max(gaps(logprobs, expected)) < 1e-3
     assert max(gaps(highest, expected)) < 1e-3  # greedy, but for what rounding decides
 
 
-def mixed_policy(policies: dict, tokens: list[int], versions: list[int]) -> tuple[list[float], list[float]]:
+def mixed_policy(
+    policies: dict, tokens: list[int], versions: list[int], keep: bool
+) -> tuple[list[float], list[float]]:
     """Hugging Face's highest logprob and the token's own, where a label says which model predicts the token.
 
-    The keys and values of the positions before stay those of the models that computed them. With a label one
-    token off another model would predict that token, and the next ones would see another past.
+    With `keep` the keys and values of the positions before stay those of the models that computed them, else
+    they are the predicting model's. With a label one token off another model would predict that token, and
+    the next ones would see another past.
     """
     from transformers import DynamicCache
 
@@ -425,11 +442,45 @@ def mixed_policy(policies: dict, tokens: list[int], versions: list[int]) -> tupl
     for version, model in sorted(policies.items()):
         end = len(PROMPT) - 1 + len([v for v in versions if v <= version])
         with torch.no_grad():
-            logits = model(torch.tensor([ids[start:end]]), past_key_values=past).logits[0]
+            if keep:
+                logits = model(torch.tensor([ids[start:end]]), past_key_values=past).logits[0]
+            else:
+                logits = model(torch.tensor([ids[:end]])).logits[0, start:]
         tables.append(torch.log_softmax(logits.float(), dim=-1))
         start = end
     table = torch.cat(tables)[len(PROMPT) - 1 :]
     return table.amax(-1).tolist(), table.gather(-1, torch.tensor(tokens)[:, None])[:, 0].tolist()
+
+
+@first_case
+def test_request_that_an_update_aborts_tells_its_tokens_and_is_sampled_anew(rig, address):
+    from rollout.config import EngineConfig
+
+    loop, rig = rig
+    engine = VLLMEngine(ModelConfig(path=str(rig.folder)), EngineConfig(), on_update="abort")
+    engine._process.llm = rig.engine
+    runs = itertools.count()
+
+    def request(version: int, tokens: int) -> Request:
+        return Request(f"run-{next(runs)}", PROMPT, tokens, 1.0, version)
+
+    async def scenario():
+        async with Line(rig, address) as line:
+            await rig.publish(line.publisher, 13)
+            running = asyncio.create_task(engine.generate(request(13, 1000)))
+            await rig.generate(30, salt="13")
+            shake(rig.model, 14)
+            await rig.publish(line.publisher, 14)
+            with pytest.raises(CompletionAborted) as aborted:
+                await running
+            assert 20 < aborted.value.tokens < 1000
+            # The salt of the old version finds nothing of its cache.
+            tokens, logprobs, spans = await rig.generate(24, salt="13")
+            assert set(token_versions(24, spans)) == {14}
+            assert_same_policy(rig, tokens, logprobs)
+
+    with updating(rig, "abort"):
+        loop.run_until_complete(scenario())
 
 
 @first_case

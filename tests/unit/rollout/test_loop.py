@@ -13,7 +13,7 @@ from buffer.config import BufferConfig
 from buffer.memory import MemoryBuffer
 from buffer.rendering import PromptRefused
 from rollout.config import FunctionReward
-from rollout.engine import CompletionFailed, EngineFailed
+from rollout.engine import CompletionAborted, CompletionFailed, EngineFailed
 from rollout.groups import GroupRunner, SamplingPlan
 from rollout.loop import RolloutLoop
 from rollout.metrics import Meters
@@ -251,6 +251,28 @@ def test_a_failed_completion_fails_its_group_which_is_tried_again_then_dropped()
     meters, status = asyncio.run(go())
     assert meters.failures == {"nonfinite_logprob": 4}
     assert meters.groups == status["stored"] == status["leased"] == 0
+
+
+def test_an_aborted_completion_is_sampled_anew_under_the_new_version_and_its_tokens_are_wasted():
+    weights = Weights(0)
+
+    def script(request):
+        if request.request_id.endswith("/1"):
+            weights.version = 1
+            return CompletionAborted(7)
+        return plain_completion(request)
+
+    async def go():
+        engine = ScriptedEngine(script)
+        async with Bench(engine, rows=ROWS[:1], epochs=1, weights=weights) as bench:
+            await bench.until(lambda status: status["stored"] == 1)
+            return bench.meters, engine.requests
+
+    meters, requests = asyncio.run(go())
+    assert (meters.wasted_tokens, meters.tokens, meters.failures) == (7, 3 * 4, {})
+    (again,) = [r for r in requests if r.request_id.endswith("/1/again-1")]
+    assert again.version == 1
+    assert len(requests) == 4
 
 
 def test_tokens_of_a_group_that_comes_to_nothing_are_wasted():

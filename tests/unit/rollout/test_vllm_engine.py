@@ -99,6 +99,16 @@ def test_what_vllm_is_asked_and_that_its_answer_is_taken_as_it_is(stop):
     assert completion.text == ("up to the stop" if stop else "read")
 
 
+@pytest.mark.parametrize(("on_update", "kind"), [("abort", "aborted"), ("keep", "engine")])
+def test_an_abort_is_one_of_the_weights_only_where_they_do_so(on_update, kind):
+    engine = VLLMEngine(ModelConfig(path="m"), EngineConfig(), on_update=on_update)
+    engine._process.llm = Llm(CompletionOutput(0, "", [31, 5], None, None, finish_reason="abort"))
+    with pytest.raises(CompletionFailed) as failed:
+        asyncio.run(engine.generate(Request("r", [9, 4], 16, 0.7, version=7)))
+    assert failed.value.kind == kind
+    assert getattr(failed.value, "tokens", 2) == 2
+
+
 def test_servers_draw_different_noise_and_the_same_after_a_restart():
     assert server_seed(1, "server-0") == server_seed(1, "server-0")
     assert len({server_seed(seed, f"server-{i}") for seed in (1, 2) for i in range(8)}) == 16

@@ -41,8 +41,8 @@ class Engine:
         self.asked.append("begin")
 
     async def pause_generation(self, mode, clear_cache):
-        assert (mode, clear_cache) == ("keep", False), "running requests go on with what they have computed"
-        self.asked.append("pause")
+        self.asked.append("pause" if mode == "keep" else mode)
+        assert clear_cache == (mode == "abort"), "running requests go on with what they have computed"
 
     async def start_weight_update(self):
         self.asked.append("start")
@@ -55,12 +55,16 @@ class Engine:
     async def finish_weight_update(self, version=None):
         self.asked.append(("finish", version))
 
+    async def reset_prefix_cache(self, reset_running_requests):
+        assert reset_running_requests
+        self.asked.append("recompute")
+
     async def resume_generation(self):
         self.asked.append("resume")
 
 
-def sink(engine):
-    return VllmSink(cast(Any, engine))
+def sink(engine, on_update="keep"):
+    return VllmSink(cast(Any, engine), on_update)
 
 
 def load(driven):
@@ -89,10 +93,15 @@ def test_one_rank_that_fails_fails_the_stage():
         asyncio.run(sink(engine).stage(plan()))
 
 
-def test_weights_and_label_change_together_while_nothing_is_sampled():
+@pytest.mark.parametrize(
+    ("on_update", "first", "then"),
+    [("keep", "pause", []), ("recompute", "pause", ["recompute"]), ("abort", "abort", [])],
+)
+def test_weights_and_label_change_together_while_nothing_is_sampled(on_update, first, then):
     engine = Engine([rank("staged"), rank("staged")])
-    assert load(sink(engine)) >= 0
-    assert engine.asked == ["pause", "start", ("load", 7), ("finish", "7"), "requests name it", "resume"]
+    assert load(sink(engine, on_update)) >= 0
+    done = ["start", ("load", 7), ("finish", "7"), *then, "requests name it", "resume"]
+    assert engine.asked == [first, *done]
 
 
 @pytest.mark.parametrize("other", [rank("receiving"), rank("staged", version=6), {"state": "idle"}])
