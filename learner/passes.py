@@ -70,15 +70,17 @@ def run_schedule(
 
     temperatures = [temperature] * len(micro_batches) if isinstance(temperature, int | float) else temperature
     model.train(not forward_only)
-    return get_forward_backward_func()(
-        forward_step_func=forward_step,
-        data_iterator=zip(micro_batches, temperatures, strict=True),
-        model=[model],
-        num_microbatches=len(micro_batches),
-        seq_length=max(m.num_tokens for m in micro_batches),
-        micro_batch_size=1,
-        forward_only=forward_only,
-    )
+    # Megatron's schedule leaves it to its caller to keep nothing for a backward pass that does not come.
+    with torch.set_grad_enabled(not forward_only):
+        return get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=zip(micro_batches, temperatures, strict=True),
+            model=[model],
+            num_microbatches=len(micro_batches),
+            seq_length=max(m.num_tokens for m in micro_batches),
+            micro_batch_size=1,
+            forward_only=forward_only,
+        )
 
 
 def target_logprobs(model: Any, micro_batches: Sequence[Layout], temperature: float = 1.0) -> list[Tensor]:
