@@ -7,10 +7,12 @@ import sys
 import warnings
 from typing import TypeVar
 
-from buffer.experiment import ConfigError, Experiment, load
+from buffer.experiment import ConfigError, load
 from buffer.stacks import answer_with_stacks
+from learner.config import LearnerExperiment
+from learner.offline.config import OfflineExperiment
 
-E_ = TypeVar("E_", bound=Experiment)
+E_ = TypeVar("E_", LearnerExperiment, OfflineExperiment)
 
 
 def start(prog: str, about: str | None, schema: type[E_]) -> E_:
