@@ -130,14 +130,24 @@ def _reach(e: WholeExperiment) -> list[str]:
     return []
 
 
+REACHES = {
+    "buffer": ("buffer.",),
+    "learner": ("buffer.", "sync."),
+    "rollout": ("buffer.", "sync.", "rollout.rewards."),
+    "scorer": ("rollout.rewards.",),
+}
+"""Whose addresses a service binds or connects to."""
+
+
 def _ports(e: WholeExperiment, services: Collection[str]) -> list[str]:
     """Addresses that the services which start here could not be told of each other, or that are none."""
     together = set(services) in (set(), set(SERVICES))
+    used = tuple(prefix for service in services for prefix in REACHES[service])
     reasons: list[str] = []
     for key, address in addresses(e).items():
         if not _is_address(address):
             reasons.append(f"{key}={address}: expected tcp://HOST:PORT")
-        elif address.endswith(":0") and not together:
+        elif address.endswith(":0") and not together and key.startswith(used):
             reasons.append(f"{key}={address}: {ANY_PORT}")
     return reasons
 

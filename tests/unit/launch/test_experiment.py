@@ -287,18 +287,17 @@ def test_port_0_is_for_those_who_start_together(config_file):
     free = ["buffer.address=tcp://127.0.0.1:0", "sync.address=tcp://127.0.0.1:0"]
     read(config_file, free)
     read(config_file, free, [])
-    for service in ("buffer", "rollout", "learner"):
+    for service, reached in (("buffer", free[:1]), ("rollout", free), ("learner", free)):
         with pytest.raises(ConfigError) as error:
             read(config_file, free, [service])
-        assert [line.split(": ")[1] for line in str(error.value).splitlines()] == [
-            "buffer.address=tcp://127.0.0.1:0", "sync.address=tcp://127.0.0.1:0",
-        ]  # fmt: skip
+        assert [line.split(": ")[1] for line in str(error.value).splitlines()] == reached
         assert "port 0 is whichever is free, and the other services could not know which" in str(error.value)
 
 
 def test_the_scorer_of_one_reward_is_checked_by_itself(config_file, reward_folder):
     address = "rollout.rewards.x.address=tcp://127.0.0.1"
-    there = [f"rollout.rewards.x.model={reward_folder}", f"{address}:5703"]
+    others = ["buffer.address=tcp://127.0.0.1:0", "sync.address=tcp://127.0.0.1:0"]
+    there = [f"rollout.rewards.x.model={reward_folder}", f"{address}:5703", *others]
     check_scorer(config_file, [*there, "rollout.rewards.y.model=/nowhere", "rollout.rewards.y.weight=0"], "x")
     with pytest.raises(ConfigError, match=r"rollout.rewards.x.address=.*: port 0 is whichever is free"):
         check_scorer(config_file, [*there, f"{address}:0"], "x")

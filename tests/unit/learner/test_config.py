@@ -63,7 +63,7 @@ def test_a_mask_that_trains_nothing(refusal, correction):
         ({"weight": "none", "normalize": True}, "so normalize would do nothing"),
         ({"weight": "sequence"}, "grows with its length without bound; set cap"),
         ({"cap": 5}, "cap 5 is not below mask_high 5 of the same ρ"),
-        ({"cap": 0.9}, "greater than or equal to 1"),
+        ({"cap": 0.9}, "expected at least 1, got 0.9"),
         ({"proximal": "interpolated", "normalize": True}, "normalize takes the pass"),
         ({"proximal": "interpolated"}, "interpolated saves a pass, and updates_per_batch 1 makes none"),
     ],
