@@ -1,7 +1,8 @@
-"""Reward models on the real vLLM: scores as transformers gives them, and a whole run with one and a rule."""
+"""Reward models on the real vLLM: scores as transformers gives them, and a whole run with two and a rule."""
 
 import asyncio
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -22,6 +23,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 SLIPSTREAM = str(Path(sys.executable).with_name("slipstream"))
 ENGINE = {"kv_cache_gib": 0.25, "max_num_seqs": 32}
+CLIP = 1.5
 RULE = {"function": "my_reward:share_of_even_words", "weight": 1.0}
 
 
@@ -89,28 +91,54 @@ def test_scores_are_those_of_transformers_raw_at_the_last_token(experiment, rewa
     assert (last["scores"], last["bad_messages"]) == (len(sequences) + 1, 1)
 
 
-def test_a_whole_run_with_a_rule_and_a_reward_model(experiment):
+@pytest.fixture
+def second_reward_model(made_reward_model, tmp_path) -> Path:
+    """As the first one, and of another mind."""
+    folder = tmp_path / "polite"
+    shutil.copytree(made_reward_model, folder)
+    model = AutoModelForSequenceClassification.from_pretrained(made_reward_model)
+    torch.manual_seed(2)
+    torch.nn.init.normal_(model.score.weight, std=2.0)
+    model.save_pretrained(folder)
+    return folder
+
+
+def test_a_whole_run_with_a_rule_and_two_reward_models(
+    make_experiment, rewards, second_reward_model, free_address
+):
+    polite = rewards["helpful"] | {"model": str(second_reward_model), "address": free_address()}
+    rollout = {
+        "group_size": 4,
+        "sampling": {"max_tokens": 8},
+        "engine": ENGINE,
+        "rewards": rewards | {"polite": polite | {"weight": -0.5, "clip": CLIP}},
+    }
+    experiment = make_experiment("judged", rollout=rollout, learner={"steps": 3}, eval={"samples": 1})
     done = subprocess.run(
-        [SLIPSTREAM, "run", "experiment.yaml"], cwd=experiment, capture_output=True, text=True, timeout=250
+        [SLIPSTREAM, "run", "experiment.yaml"], cwd=experiment, capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    assert "1 · even + 0.25 · helpful" in done.stdout
+    assert "1 · even + 0.25 · helpful + -0.5 · polite" in done.stdout
     run = experiment / "run"
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [1, 2, 3]
     for row in rows:
-        even, helpful = row["reward_parts/even"], row["reward_parts/helpful"]
-        assert row["reward/mean"] == pytest.approx(even + 0.25 * helpful, abs=1e-5)
-        assert 0 <= even <= 1
-        assert helpful != 0
+        assert 0 <= row["reward_parts/even"] <= 1
+        assert row["reward_parts/helpful"] != 0
+        assert row["reward_parts/polite"] not in (0, row["reward_parts/helpful"])
     evaluated = [json.loads(line) for line in (run / "eval.jsonl").read_text().splitlines()]
-    parts = [row["reward_parts"] for row in evaluated if row["kind"] == "completion"]
-    assert parts
-    assert all(set(p) == {"even", "helpful"} for p in parts)
+    completions = [row for row in evaluated if row["kind"] == "completion"]
+    polites = [row["reward_parts"]["polite"] for row in completions]
+    assert max(map(abs, polites)) == CLIP, "some are clipped"
+    for row in completions:
+        parts = row["reward_parts"]
+        assert set(parts) == {"even", "helpful", "polite"}
+        total = parts["even"] + 0.25 * parts["helpful"] - 0.5 * parts["polite"]
+        assert row["reward"] == pytest.approx(total, abs=1e-5)
     assert "scores the token ids as sampled" in (run / "logs/server-0.log").read_text()
-    log = (run / "logs/scorer-helpful.log").read_text()
-    assert "scorer helpful ends:" in log
+    for name in ("helpful", "polite"):
+        assert f"scorer {name} ends:" in (run / f"logs/scorer-{name}.log").read_text()
     summary = json.loads((run / "report/summary.json").read_text())
-    assert set(summary["reward_parts"]) == {"even", "helpful"}
+    assert set(summary["reward_parts"]) == {"even", "helpful", "polite"}
     assert (run / "report/reward_parts.png").exists()
-    assert "helpful" in done.stdout.split("judged:")[-1]
+    assert "polite" in done.stdout.split("judged:")[-1]
