@@ -8,6 +8,7 @@ how far it is, so a worker extension adds one.
 
 import faulthandler
 import logging
+import os
 import signal
 import threading
 from collections.abc import Iterator
@@ -37,6 +38,8 @@ from sync.vllm_twin import Twin, can_have_twin, repack_head
 logger = logging.getLogger(__name__)
 
 BACKEND = "slipstream"
+PREPARING_NICENESS = 5
+"""A third of the weight of decoding in the scheduler."""
 
 
 def register() -> None:
@@ -142,6 +145,8 @@ class StagingEngine(WeightTransferEngine[StageOrder, LoadOrder]):
         """
         if not can_have_twin(self.model, self.device):
             return
+        # Of this thread alone, on Linux: decoding comes first where both want a core.
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), PREPARING_NICENESS)
         with self._preparing:  # of a stage that was dropped the thread goes on, beside the next one's
             try:
                 self._twin = self._twin or Twin(self.model, self.model_config, self._tied)
