@@ -86,13 +86,13 @@ def diagnosis(experiment: WholeExperiment, history: History, now: float) -> Iter
         if lines:
             yield _of_server(name, lines[-1], buffer, now)
     step = max(history.steps, default=None)
-    made = "no step yet" if step is None else f"step {step}, {_ago(history.steps[step], now)}"
+    made = "no step yet" if step is None else f"step {step}, {_age(history.steps[step], now)} ago"
     yield f"learner: made {made}"
 
 
 def _of_buffer(experiment: WholeExperiment, line: Record, now: float) -> Iterator[str]:
     if _silent(line, now):
-        yield f"buffer: has told nothing since {_ago(line, now)}; it hangs"
+        yield f"buffer: has told nothing for {_age(line, now)}; it hangs"
         return
     if line.get("published") is None:
         yield "buffer: no version is published, so it grants no lease; servers wait for the learner"
@@ -109,7 +109,7 @@ def _of_buffer(experiment: WholeExperiment, line: Record, now: float) -> Iterato
 
 def _of_server(name: str, line: Record, buffer: Record | None, now: float) -> str:
     if _silent(line, now):
-        return f"{name}: has told nothing since {_ago(line, now)}; it hangs, or its host is gone"
+        return f"{name}: has told nothing for {_age(line, now)}; it hangs, or its host is gone"
     groups, version = line.get("running_groups", 0), line.get("version")
     if version is None:
         return f"{name}: waits for a version from the learner"
@@ -123,8 +123,8 @@ def _silent(line: Record, now: float) -> bool:
     return now - float(line.get("time", 0)) > SILENT_S
 
 
-def _ago(line: Record, now: float) -> str:
-    return f"{told(max(0.0, now - float(line.get('time', now))))} ago"
+def _age(line: Record, now: float) -> str:
+    return told(max(0.0, now - float(line.get("time", now))))
 
 
 def ask_for_stacks(parents: list[int]) -> None:

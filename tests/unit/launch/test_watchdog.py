@@ -86,8 +86,8 @@ def test_servers_that_get_nothing_are_told_with_the_reason(experiment):
 
 def test_a_service_that_hangs_or_never_came_is_named(experiment):
     hung = lines(experiment, buffer=BUFFER | {"time": NOW - 300}, server=SERVER | {"time": NOW - 90})
-    assert "buffer: has told nothing since 5 min 00 s ago; it hangs" in hung
-    assert "server-0: has told nothing since 1 min 30 s ago" in hung
+    assert "buffer: has told nothing for 5 min 00 s; it hangs" in hung
+    assert "server-0: has told nothing for 1 min 30 s" in hung
     nobody = lines(experiment)
     assert "the buffer has not come up" in nobody
     assert "no rollout server has come up" in nobody
