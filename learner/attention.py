@@ -56,7 +56,7 @@ class PackedSegments(PackedSeqParams):
     kept: Tensor | None = None
     """int64 [S]: where the S tokens are among the queries; None when nothing is padded."""
     cos: Tensor | None = None
-    """Float [S, 1, 1, D / 2], with sin: the rotation of each token's position."""
+    """Float32 [S, 1, 1, D / 2], with sin: the rotation of each token's position, as the engine rounds it."""
     sin: Tensor | None = None
 
 
@@ -70,7 +70,7 @@ def pack_segments(
         position_ids: int64 [1, S].
         rope: Frequencies of the rotary embedding.
         head_dim: D.
-        dtype: In which queries and keys are rotated.
+        dtype: Of queries and keys; the engine's table of rotations is of that type too.
     """
     device = position_ids.device
     blocks = tuple(block for segment in segments for block in _blocks(segment, device))
@@ -84,8 +84,8 @@ def pack_segments(
         query_index=torch.cat([block.queries.flatten() for block in blocks]) if padded else None,
         key_index=torch.cat([block.keys.flatten() for block in blocks]),
         kept=real.nonzero()[:, 0] if padded else None,
-        cos=angles.cos().to(dtype)[:, None, None],
-        sin=angles.sin().to(dtype)[:, None, None],
+        cos=angles.cos().to(dtype).float()[:, None, None],
+        sin=angles.sin().to(dtype).float()[:, None, None],
     )
 
 
@@ -195,9 +195,11 @@ class Rotate(torch.autograd.Function):
 
 
 def _rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    output = torch.empty(heads.shape, dtype=heads.dtype, device=heads.device)
-    first, second = heads.chunk(2, dim=-1)
+    """In float32, rounded once, as vLLM does: each further rounding is a difference to the engine."""
+    wide = heads.float()
+    output = torch.empty_like(wide, memory_format=torch.contiguous_format)
+    first, second = wide.chunk(2, dim=-1)
     out_first, out_second = output.chunk(2, dim=-1)
     torch.mul(first, cos, out=out_first).addcmul_(second, sin, value=-1)
     torch.mul(second, cos, out=out_second).addcmul_(first, sin)
-    return output
+    return output.to(heads.dtype)

@@ -113,7 +113,8 @@ class _Normalize(torch.autograd.Function):
         scale = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_().div_(x.shape[-1])
         scale.add_(eps).rsqrt_()
         ctx.save_for_backward(x, weight, scale)
-        return (wide * scale).mul_(weight).to(x.dtype)
+        # Rounded before the weight and after it, as vLLM and Hugging Face do.
+        return (wide * scale).to(x.dtype).mul_(weight)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
@@ -213,7 +214,8 @@ class _SwiGLU(torch.autograd.Function):
     def forward(ctx: Any, gate_up: Tensor) -> Tensor:
         ctx.save_for_backward(gate_up)
         gate, up = gate_up.chunk(2, dim=-1)
-        return F.silu(gate).mul_(up)
+        # In float32 and rounded once, as vLLM does: each further rounding is a difference to the engine.
+        return F.silu(gate.float()).mul_(up).to(gate_up.dtype)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Tensor:

@@ -351,31 +351,17 @@ def test_after_each_publish_of_a_learner_the_server_is_a_fresh_engine_and_agrees
     if exact:
         assert max(map(max, from_learner)) <= 1e-3
     else:
-        found = sum(map(sum, from_learner))
-        apart, off = (sum(map(sum, of)) for of in zip(*from_hf, strict=True))
-        assert found <= off
-        if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
-            # Where the learner computes in bfloat16 too, 1.3 to 1.5 was measured, and the cause is not known.
-            assert found <= 1.2 * apart
+        assert sum(map(sum, from_learner)) <= 1.2 * sum(map(sum, from_hf))
 
 
-def gaps_to_hugging_face(
-    folder: Path, dtype: torch.dtype, samples: list[dict]
-) -> tuple[list[float], list[float]]:
-    """How far the engine is from a Hugging Face model of this dtype, and how far both are from the float32
-    logprobs of the same weights, token by token."""
+def gaps_to_hugging_face(folder: Path, dtype: torch.dtype, samples: list[dict]) -> list[float]:
+    """How far the engine is from a Hugging Face model of this dtype, token by token."""
     from transformers import AutoModelForCausalLM
 
-    rounded, exact = (
-        AutoModelForCausalLM.from_pretrained(folder, dtype=kind) for kind in (dtype, torch.float32)
-    )
-    apart: list[float] = []
-    off: list[float] = []
-    for s in samples:
-        theirs, truth = (hf_logprobs(model, s["token_ids"], TEMPERATURE) for model in (rounded, exact))
-        apart += gaps(s["logprobs"], theirs)
-        off += gaps(s["logprobs"], truth) + gaps(theirs, truth)
-    return apart, off
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+    return [
+        gap for s in samples for gap in gaps(s["logprobs"], hf_logprobs(model, s["token_ids"], TEMPERATURE))
+    ]
 
 
 @contextlib.contextmanager
