@@ -8,7 +8,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
-from typing import Protocol
+from typing import Any, Protocol
 
 from buffer.policies import choose
 from buffer.staleness import Candidate, Rules, Stock, admissible, oldest_trainable
@@ -101,10 +101,12 @@ class RulePool:
         self._stored: dict[int, tuple[Work, int, int]] = {}
         self._frontier = 0
         self._published: int | None = None
-        self._turn = self._evicted = self._sequence = 0
+        self._turn = self._evicted = self._sequence = self._kept = 0
+        self._checked = (-1, 0)
+        """For which batch, and below which sequence, no stored group is too old."""
 
     def lease(self, limit: int) -> list[Work]:
-        kept = sum(uses > 0 for _, _, uses in self._stored.values())
+        kept = self._kept
         stock = Stock(len(self._leased), len(self._stored) - kept, self._frontier, self._published, kept)
         return [self._lend() for _ in range(min(limit, admissible(stock, self._rules, self._capacity)))]
 
@@ -122,13 +124,7 @@ class RulePool:
         self._sequence += 1
 
     def batch(self, index: int) -> list[Work] | None:
-        floor = oldest_trainable(index, self._rules.max_staleness)
-        for sequence, (group, oldest, uses) in list(self._stored.items()):
-            if oldest < floor:
-                del self._stored[sequence]
-                if not uses:
-                    self._evicted += 1
-                    self._again.append(group.work)
+        self._evict(index)
         if len(self._stored) < self._rules.groups_per_batch:
             return None
         stored = [Candidate(s, g.lease, oldest, uses) for s, (g, oldest, uses) in self._stored.items()]
@@ -140,9 +136,26 @@ class RulePool:
         taken = [self._stored[c.sequence][0] for c in chosen]
         for candidate in chosen:
             group, oldest, uses = self._stored.pop(candidate.sequence)
+            self._kept -= uses > 0
             if uses + 1 < self._rules.max_uses:
                 self._stored[candidate.sequence] = (group, oldest, uses + 1)
+                self._kept += 1
         return taken
+
+    def _evict(self, index: int) -> None:
+        """What is too old for the batch; groups that were looked at for it before are not again."""
+        floor = oldest_trainable(index, self._rules.max_staleness)
+        since = self._checked[1] if index == self._checked[0] else 0
+        fresh = range(since, self._sequence) if since else list(self._stored)
+        for sequence in fresh:
+            if sequence not in self._stored or self._stored[sequence][1] >= floor:
+                continue
+            group, _, uses = self._stored.pop(sequence)
+            self._kept -= uses > 0
+            if not uses:
+                self._evicted += 1
+                self._again.append(group.work)
+        self._checked = (index, self._sequence)
 
     def published(self, version: int) -> None:
         self._published = version
@@ -153,7 +166,8 @@ class RulePool:
 
 @dataclass(slots=True)
 class Server:
-    """Groups in hand share its speed evenly: each has had `progress − its start` of its work."""
+    """Groups in hand share its speed evenly: each has had `progress − its start` of its work. What is said
+    of it is true of the time `at`."""
 
     max_groups: int
     contention: float
@@ -163,24 +177,28 @@ class Server:
     empty_s: float = 0.0
     """Places for groups times the seconds they stood empty."""
     hand: list[tuple[float, int, Work]] = field(default_factory=list)
+    at: float = 0.0
+    changes: int = 0
+    """So many times what it will do next has changed."""
 
     def speed(self) -> float:
         return 1.0 / (1.0 + self.contention * (len(self.hand) - 1)) if self.hand else 0.0
 
-    def advance(self, since: float, now: float) -> None:
-        self.empty_s += (now - since) * (self.max_groups - len(self.hand))
-        running = now - max(since, min(self.paused_until, now))
+    def advance(self, now: float) -> None:
+        self.empty_s += (now - self.at) * (self.max_groups - len(self.hand))
+        running = now - max(self.at, min(self.paused_until, now))
         self.progress += running * self.speed()
+        self.at = now
 
     def take(self, group: Work) -> None:
         group.started = self.version
         heappush(self.hand, (self.progress + group.work, group.lease, group))
 
-    def next_end(self, now: float) -> float:
+    def next_end(self) -> float:
         if not self.hand:
             return NEVER
         left = max(0.0, self.hand[0][0] - self.progress)
-        return max(now, self.paused_until) + left / self.speed()
+        return max(self.at, self.paused_until) + left / self.speed()
 
     def finish(self) -> Work:
         ends, _, group = heappop(self.hand)
@@ -203,6 +221,9 @@ class Simulation:
         self._setting = setting
         self._pool = pool
         self._servers = [Server(setting.max_groups, costs.contention) for _ in range(setting.servers)]
+        # Of servers by number, each entry with the count of changes that it is of; others are void.
+        self._ends: list[tuple[float, int, int]] = []
+        self._rooms = [(0, number, 0) for number in range(setting.servers)]
         self._loaded_at = NEVER
         self._loading = 0
         self._delivered = 0
@@ -248,6 +269,8 @@ class Simulation:
         )
 
     def _empty(self) -> float:
+        for server in self._servers:
+            server.advance(self.now)
         return sum(server.empty_s for server in self._servers)
 
     def _await_batch(self, index: int) -> list[Work]:
@@ -266,7 +289,7 @@ class Simulation:
         while self._next() <= until:
             self._step(until)
             self._fill()
-        self._move(until)
+        self.now = until
 
     def _settle(self) -> None:
         """Wait until the servers have the version before."""
@@ -275,27 +298,39 @@ class Simulation:
             self._fill()
 
     def _next(self) -> float:
-        return min(self._loaded_at, *(server.next_end(self.now) for server in self._servers))
+        return min(self._loaded_at, self._first(self._ends, NEVER)[0])
 
-    def _move(self, until: float) -> None:
-        for server in self._servers:
-            server.advance(self.now, until)
-        self.now = until
+    def _first(self, heap: list[Any], nothing: float) -> tuple[float, int]:
+        """The first entry that is still true, and its server."""
+        while heap and heap[0][2] != self._servers[heap[0][1]].changes:
+            heappop(heap)
+        return heap[0][:2] if heap else (nothing, -1)
+
+    def _changed(self, number: int) -> None:
+        """Of a server that is at this moment."""
+        server = self._servers[number]
+        server.changes += 1
+        heappush(self._rooms, (len(server.hand), number, server.changes))
+        if server.hand:
+            heappush(self._ends, (server.next_end(), number, server.changes))
 
     def _step(self, until: float) -> None:
         """The next event, if it comes by then: a version is loaded, or a group is done."""
-        ends = [server.next_end(self.now) for server in self._servers]
-        first = min(range(len(ends)), key=ends.__getitem__)
-        if self._loaded_at <= ends[first]:
-            self._move(min(until, self._loaded_at))
-            for server in self._servers:
+        ends, number = self._first(self._ends, NEVER)
+        if self._loaded_at <= ends:
+            self.now = min(until, self._loaded_at)
+            for each, server in enumerate(self._servers):
+                server.advance(self.now)
                 server.version = self._loading
                 server.paused_until = self.now + self._costs.pause
+                self._changed(each)
             self._pool.published(self._loading)
             self._loaded_at = NEVER
             return
-        self._move(min(until, ends[first]))
-        group = self._servers[first].finish()
+        self.now = min(until, ends)
+        self._servers[number].advance(self.now)
+        group = self._servers[number].finish()
+        self._changed(number)
         self._delivered += 1
         self.generated.append(group.work)
         self._pool.deliver(group)
@@ -303,13 +338,15 @@ class Simulation:
     def _fill(self) -> None:
         """Servers with room take leases, the emptiest first."""
         while True:
-            server = min(self._servers, key=lambda s: len(s.hand))
-            if len(server.hand) >= server.max_groups:
+            held, number = self._first(self._rooms, NEVER)
+            if held >= self._setting.max_groups:
                 return
             leases = self._pool.lease(1)
             if not leases:
                 return
-            server.take(leases[0])
+            self._servers[number].advance(self.now)
+            self._servers[number].take(leases[0])
+            self._changed(number)
 
 
 def simulate(costs: Costs, setting: Setting, steps: int = 120, warm_up: int = 20, seed: int = 1) -> Outcome:
