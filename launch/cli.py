@@ -206,6 +206,26 @@ def plan(
     raise typer.Exit(plan_screen.print_plan(made, Console()))
 
 
+@app.command()
+def measure(
+    config: Config,
+    overrides: Overrides = None,
+    steps: Annotated[int, typer.Option(min=4, help="Batches of each side; the first is left out.")] = 12,
+    train_seconds: Annotated[
+        float, typer.Option(min=0, help="Sleep of the learner for each batch while servers are measured.")
+    ] = 0.0,
+) -> None:
+    """Measure servers and learner each alone: one sleeps, or replays, while the other works."""
+    from rich.console import Console
+
+    from launch.experiment import read
+    from launch.measuring import measure as measured
+
+    experiment = read(config, overrides or [])
+    command = shlex.join(["slipstream", *sys.argv[1:]])
+    raise typer.Exit(measured(experiment, steps, train_seconds, command, Console()))
+
+
 Tried = Annotated[list[int] | None, typer.Option(help="To try; may be given several times.")]
 
 

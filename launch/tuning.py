@@ -5,7 +5,7 @@ the run's own setting first, to be held against what was measured.
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any
 
@@ -42,8 +42,11 @@ class Measured:
     evicted: float
 
 
-def calibrate(history: History) -> Costs:
+def calibrate(history: History, generates: bool = True) -> Costs:
     """What a run's generation, training and publishing cost.
+
+    Args:
+        generates: False where groups were recorded ones: then work is 0.
 
     Raises:
         ValueError: It has too few steps, or no server wrote what it did.
@@ -54,15 +57,74 @@ def calibrate(history: History) -> Costs:
     )
     outside = ("time/wait_batch", "time/wait_loaded", "time/publish")
     spent = sum(seconds_of(r) - sum(float(r.get(key) or 0) for key in outside) for r in records)
+    groups = sum(float(r["groups"]) for r in records)
+    if not generates:
+        return Costs((0.0,), 1.0, spent / groups, send, load, pause)
     lines = [line for of in history.servers.values() for line in of if line.get("running_groups")]
     if not lines:
         raise ValueError(f"{history.run_dir}: no server wrote what it had in hand (metrics/rollout-….jsonl)")
     contention = fit_contention(lines)
-    in_hand = fmean(float(line["running_groups"]) for line in lines)
-    slower = 1 + contention * (in_hand - 1)
+    slower = 1 + contention * (in_hand(history) - 1)
     work = tuple(seconds / slower for seconds in group_seconds(history))
-    groups = sum(float(r["groups"]) for r in records)
     return Costs(work, contention, spent / groups, send, load, pause)
+
+
+@dataclass(frozen=True, slots=True)
+class Alone:
+    """Of both sides, each measured without the other (`slipstream measure`), in seconds."""
+
+    generate: float
+    """Of the servers for a batch, versions coming in meanwhile."""
+    train: float
+    """Of the learner for a batch, sending included."""
+    costs: Costs
+
+
+def alone(servers: History, few: History | None, learner: History) -> Alone:
+    """What the runs of `launch/measuring.py` cost.
+
+    Args:
+        servers: With as many groups in hand as are allowed.
+        few: With fewer; None where one is all.
+        learner: On recorded groups.
+
+    Raises:
+        ValueError: One of them has too few steps.
+    """
+    generated, trained = steady(servers), steady(learner)
+    of_servers, of_learner = calibrate(servers), calibrate(learner, generates=False)
+    seconds, contention = group_seconds(servers), of_servers.contention
+    if few is not None:
+        contention = contention_between(
+            (in_hand(servers), fmean(seconds)), (in_hand(few), fmean(group_seconds(few)))
+        )
+    slower = 1 + contention * (in_hand(servers) - 1)
+    work = tuple(s / slower for s in seconds)
+    costs = replace(
+        of_servers, work=work, contention=contention, train=of_learner.train, send=of_learner.send
+    )
+    waits = ("time/wait_batch", "time/wait_loaded")
+    busy = [seconds_of(r) - sum(float(r.get(key) or 0) for key in waits) for r in trained]
+    return Alone(fmean(seconds_of(r) for r in generated), fmean(busy), costs)
+
+
+def in_hand(history: History) -> float:
+    """Groups that a busy server has on average."""
+    busy = [line for of in history.servers.values() for line in of if line.get("running_groups")]
+    return fmean(float(line["running_groups"]) for line in busy) if busy else 1.0
+
+
+def contention_between(many: tuple[float, float], few: tuple[float, float]) -> float:
+    """Contention c, of the mean seconds of a group at two numbers of groups in hand: seconds are
+    alone · (1 + c · (n − 1)) at either.
+
+    Args:
+        many: Groups in hand, and seconds.
+        few: The same, of fewer.
+    """
+    ratio = many[1] / few[1]
+    steeper = (many[0] - 1) - ratio * (few[0] - 1)
+    return min(1.0, max(0.0, (ratio - 1) / steeper)) if steeper > 0 else 1.0
 
 
 def steady(history: History) -> list[Record]:
@@ -88,16 +150,16 @@ def group_seconds(history: History) -> list[float]:
     ]
     if told:
         return told
-    in_hand = rate = 0.0
+    held = rate = 0.0
     for lines in history.servers.values():
         busy = [line for line in lines if line.get("running_groups")]
         if len(busy) > 1:
-            in_hand += fmean(float(line["running_groups"]) for line in busy)
+            held += fmean(float(line["running_groups"]) for line in busy)
             seconds = float(busy[-1]["time"]) - float(busy[0]["time"])
             rate += (int(busy[-1]["groups"]) - int(busy[0]["groups"])) / max(seconds, 1e-9)
     if not rate:
         raise ValueError(f"{history.run_dir}: no server delivered a group")
-    return [in_hand / rate]
+    return [held / rate]
 
 
 def fit_contention(lines: Sequence[Record]) -> float:

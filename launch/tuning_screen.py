@@ -11,7 +11,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from launch import tuning
+from launch import measuring, tuning
 from launch.experiment import WholeExperiment
 from launch.history import History
 from launch.simulation import Costs, simulate
@@ -68,15 +68,18 @@ def tune(
     """
     own, rollout = experiment.buffer, experiment.rollout
     history = History(run_dir)
-    if assumed is None:
-        history.refresh()
-    costs = tuning.calibrate(history) if assumed is None else assumed.costs(own.groups_per_batch)
+    history.refresh()
+    ran = assumed is None and (bool(history.steps) or not measuring.is_measured(run_dir))
+    if assumed is not None:
+        costs = assumed.costs(own.groups_per_batch)
+    else:
+        costs = tuning.calibrate(history) if ran else measuring.read_alone(run_dir).costs
     console.print(_told(costs))
     comparison: list[tuple[str, float, float]] = []
     mine = tuning.setting_of(
         own, rollout.servers, rollout.max_groups, own.max_staleness, own.groups_per_batch
     )
-    if assumed is None and mine is not None:
+    if ran and mine is not None:
         made = simulate(costs, mine, tuning.STEPS, tuning.WARM_UP)
         comparison = tuning.beside(tuning.measured(history), made, rollout.group_size)
         console.print(_beside(comparison))

@@ -18,6 +18,7 @@ from buffer.experiment import DataConfig
 from buffer.keys import client_keys, server_keys
 from buffer.stream import open_stream
 from learner import convert, families, parallel
+from learner.alone import sleep_through
 from learner.checkpoint import Checkpoints, Setup
 from learner.checkpoint_files import check
 from learner.config import DATA_END, LearnerConfig, LearnerExperiment, LoraConfig, TrainingConfig
@@ -102,6 +103,8 @@ def _own_functions(learner: LearnerConfig) -> Callable[[Flow], object]:
     for path in (learner.algorithm.advantage, learner.algorithm.loss):
         if is_dotted(path):
             resolve(path)
+    if learner.sleep_s is not None:
+        return sleep_through
     return resolve(learner.loop) if learner.loop else train
 
 

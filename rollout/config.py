@@ -1,7 +1,7 @@
 """The rollout server's section of the experiment file."""
 
 import re
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, Discriminator, Field, Tag, field_validator, model_validator
 
@@ -181,6 +181,9 @@ class RolloutConfig(Section):
     episode: Annotated[str, AfterValidator(named())] | None = None
     """`package.module:function` of your own, called as `await f(row, chat)` for every completion: it makes a
     conversation of it (`rollout.episodes`), each turn of at most sampling.max_tokens. null asks once."""
+    recorded: str | None = None
+    """Folder of groups that a server gives out, round and round, in the place of generating any: measures
+    the learner alone (docs/tuning.md). null generates."""
     engine: EngineConfig = EngineConfig()
     rewards: dict[RewardName, Reward] = Field(
         default_factory=lambda: {"answer": FunctionReward(function="rollout.rewards:exact_number")}
@@ -204,6 +207,12 @@ class RolloutExperiment(Experiment):
     eval: EvalConfig | None = None
     security: SecurityConfig = SecurityConfig()
     logging: LoggingConfig = LoggingConfig()
+
+    @model_validator(mode="after")
+    def _generates_evaluations(self) -> Self:
+        if self.rollout.recorded is not None and self.eval is not None:
+            raise ValueError("rollout.recorded generates nothing to evaluate; set eval: null")
+        return self
 
 
 class PredictionExperiment(Experiment):

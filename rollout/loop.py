@@ -9,10 +9,9 @@ from typing import Protocol
 
 from buffer.client import RolloutBuffer
 from buffer.errors import BadMessage, RunFinished
-from buffer.records import GivenUp, Lease
+from buffer.records import GivenUp, Group, Lease
 from buffer.rendering import PromptRefused
 from rollout.engine import CompletionFailed
-from rollout.groups import GroupRunner
 from rollout.metrics import Meters
 
 logger = logging.getLogger(__name__)
@@ -23,6 +22,13 @@ HAND_BACK_S = 5.0
 
 class Weights(Protocol):
     async def wait_first_version(self) -> object: ...
+
+
+class Runner(Protocol):
+    """`rollout.groups.GroupRunner`, but where groups are recorded ones."""
+
+    async def ready(self) -> None: ...
+    async def run(self, lease: Lease) -> Group: ...
 
 
 class RolloutLoop:
@@ -41,7 +47,7 @@ class RolloutLoop:
         self,
         buffer: RolloutBuffer,
         weights: Weights,
-        runner: GroupRunner,
+        runner: Runner,
         max_groups: int,
         renew_period_s: float,
         meters: Meters,

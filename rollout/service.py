@@ -3,7 +3,9 @@
 import asyncio
 import logging
 import sys
+from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
+from functools import partial
 from pathlib import Path
 
 import uvloop
@@ -13,17 +15,20 @@ from buffer.dotted import resolve
 from buffer.errors import Refusal
 from buffer.experiment import ConfigError
 from buffer.keys import client_keys
+from buffer.recording import read_groups
 from buffer.rendering import Renderer
 from rollout.config import RolloutExperiment, engine_faults
 from rollout.endings import first_of, signalled, unending
 from rollout.engine import Engine, EngineFailed
 from rollout.groups import GroupRunner, SamplingPlan
-from rollout.loop import RolloutLoop
+from rollout.loop import RolloutLoop, Runner
 from rollout.metrics import MeteredSink, Meters
+from rollout.recorded import ReceivingSink, RecordedGroups
 from rollout.tokenizers import load_tokenizer
 from rollout.total_reward import TotalReward, open_rewards
 from sync.errors import SyncError
 from sync.receiver import Receiver
+from sync.sink import WeightSink
 
 logger = logging.getLogger(__name__)
 
@@ -67,6 +72,9 @@ def sampling_plans(experiment: RolloutExperiment) -> dict[str, SamplingPlan]:
 
 
 async def _serve(experiment: RolloutExperiment, name: str) -> None:
+    if experiment.rollout.recorded is not None:
+        await _serve_recorded(experiment, name, experiment.rollout.recorded)
+        return
     if faults := engine_faults("rollout.engine", experiment.rollout.engine):
         raise ConfigError("\n".join(faults))
     plans = sampling_plans(experiment)
@@ -96,14 +104,40 @@ async def serve_with(
 ) -> None:
     """Join the buffer and the learner with an engine that is up, and work until something ends it."""
     rollout = experiment.rollout
-    meters = Meters(name)
+
+    def runner(version: Callable[[], int | None], meters: Meters) -> Runner:
+        return GroupRunner(
+            engine, renderer, rewards, version, plans, rollout.group_timeout_s, meters, rollout.episode
+        )
+
+    await _work(experiment, name, engine.sink, engine.wait_failed, runner)
+
+
+async def _serve_recorded(experiment: RolloutExperiment, name: str, folder: str) -> None:
+    """Without an engine, which then cannot fail either."""
+    groups = read_groups(Path(folder))
+    logger.info("rollout server %s gives out %d recorded groups, and generates nothing", name, len(groups))
+    never: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+
+    async def wait_failed() -> str:
+        return await never
+
+    await _work(experiment, name, ReceivingSink(), wait_failed, partial(RecordedGroups, groups))
+
+
+async def _work(
+    experiment: RolloutExperiment,
+    name: str,
+    weights: WeightSink,
+    wait_failed: Callable[[], Awaitable[str]],
+    make_runner: Callable[[Callable[[], int | None], Meters], Runner],
+) -> None:
+    """What serves, joined with buffer and learner, until something ends it."""
+    rollout, meters = experiment.rollout, Meters(name)
     keys = {peer: client_keys(experiment.security.keys, "rollout", peer) for peer in ("buffer", "learner")}
-    sink = MeteredSink(engine.sink, meters)
+    sink = MeteredSink(weights, meters)
     receiver = Receiver(experiment.sync, experiment.name, name, sink, keys["learner"])
-    runner = GroupRunner(
-        engine, renderer, rewards, lambda: receiver.version, plans, rollout.group_timeout_s, meters,
-        rollout.episode,
-    )  # fmt: skip
+    runner = make_runner(lambda: receiver.version, meters)
     metrics_path = Path(experiment.run_dir) / "metrics" / f"rollout-{name}.jsonl"
     buffer = experiment.buffer
     async with BufferClient(buffer.address, "rollout", experiment.name, name, keys=keys["buffer"]) as client:
@@ -112,7 +146,7 @@ async def serve_with(
         logger.info("rollout server %s is up: up to %d groups at a time", name, rollout.max_groups)
         await first_of(
             asyncio.create_task(loop.run()),
-            asyncio.create_task(_engine_lost(engine)),
+            asyncio.create_task(_engine_lost(wait_failed)),
             asyncio.create_task(unending(receiver.run())),
             asyncio.create_task(unending(meters.write(metrics_path, lambda: receiver.version))),
             asyncio.create_task(signalled("handing the leases back")),
@@ -120,8 +154,8 @@ async def serve_with(
     logger.info("rollout server %s ends: %d groups, %d tokens", name, meters.groups, meters.tokens)
 
 
-async def _engine_lost(engine: Engine) -> None:
-    raise EngineFailed(await engine.wait_failed())
+async def _engine_lost(wait_failed: Callable[[], Awaitable[str]]) -> None:
+    raise EngineFailed(await wait_failed())
 
 
 def _engine(experiment: RolloutExperiment, name: str) -> Engine:

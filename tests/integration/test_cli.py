@@ -38,7 +38,7 @@ def seconds_of(*arguments: str) -> float:
 def test_help_names_every_command():
     result = slipstream("--help")
     assert result.returncode == 0
-    commands = "run buffer rollout scorer learner sft reward dpo report convert plan doctor"
+    commands = "run buffer rollout scorer learner sft reward dpo report convert plan measure tune doctor"
     for command in commands.split():
         assert f" {command} " in result.stdout
 

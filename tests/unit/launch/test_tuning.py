@@ -77,6 +77,34 @@ def test_a_run_too_short_is_one_line(tmp_path):
         tuning.calibrate(History(tmp_path))
 
 
+def test_costs_of_both_sides_alone_are_put_together(run_dir, tmp_path):
+    """Work and what loading costs are the servers', training and sending the learner's."""
+    row = {"groups": 4, "samples": 8, "time/step": 5.0, "time/wait_batch": 0.5, "time/wait_loaded": 0.25}
+    row |= {"time/publish": 1.25, "sync/load_seconds": 9.0, "sync/pause_seconds": 9.0}
+    lines = "".join(json.dumps({"step": i, "time": 5.0 * i, **row}) + "\n" for i in range(1, 9))
+    (tmp_path / "learner").mkdir()
+    (tmp_path / "learner/metrics.jsonl").write_text(lines)
+    servers, learner = History(run_dir), History(tmp_path / "learner")
+    for history in (servers, learner):
+        history.refresh()
+    found = tuning.alone(servers, None, learner)
+    assert found.costs.train == pytest.approx(3 / 4)
+    assert (found.costs.send, found.costs.load, found.costs.pause) == pytest.approx((1.25, 0.3, 0.2))
+    assert sorted(set(found.costs.work)) == pytest.approx([4.0, 5.0, 9.0])
+    assert found.train == pytest.approx(4.25), "a batch, without what it waited for"
+    assert found.generate == pytest.approx(servers.steps[9]["time/step"])
+
+
+@pytest.mark.parametrize("contention", [0.0, 0.3, 1.0])
+def test_contention_is_found_of_the_seconds_at_two_numbers_of_groups(contention):
+    at = {n: (n, 3.0 * (1 + contention * (n - 1))) for n in (2.0, 7.5)}
+    assert tuning.contention_between(at[7.5], at[2.0]) == pytest.approx(contention)
+
+
+def test_seconds_that_rise_faster_than_groups_are_full_contention():
+    assert tuning.contention_between((8, 40.0), (2, 5.0)) == 1
+
+
 def outcome(rate: float, idle: float = 0.5) -> Outcome:
     return Outcome(rate, idle, 0.0, 1.0, 1, 0.0, 1.0)
 
