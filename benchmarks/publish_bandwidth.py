@@ -56,7 +56,7 @@ def learn(address: str, model: str, commands: Connection) -> None:
     publisher.start()
     store, port = listen("127.0.0.1", 600)
     commands.send((port, manifest.stream_bytes))
-    buffer = torch.zeros(BUCKET_MIB << 20, dtype=torch.uint8)
+    stream = torch.ones(manifest.stream_bytes, dtype=torch.uint8)
     version, group = 0, None
     while (command := commands.recv()) != "end":
         started = time.perf_counter()
@@ -70,7 +70,7 @@ def learn(address: str, model: str, commands: Connection) -> None:
             group = group or BroadcastGroup.connect(_seat(port, 0), torch.device("cpu"))
             for index in range(manifest.num_buckets):
                 start, end = manifest.bucket(index)
-                group.broadcast(buffer[: end - start])
+                group.broadcast(stream[start:end])
             held = time.perf_counter() - started
         commands.send(held)
     publisher.close()

@@ -34,12 +34,13 @@ from sync.group import Seat
 from sync.manifest import Manifest
 from sync.stager import Stager
 from sync.vllm_twin import Twin, can_have_twin, repack_head
+from sync.vllm_waiting import sleep_instead_of_spinning
 
 logger = logging.getLogger(__name__)
 
 BACKEND = "slipstream"
-PREPARING_NICENESS = 5
-"""A third of the weight of decoding in the scheduler."""
+PREPARING_NICENESS = 10
+"""A tenth of the weight of decoding in the scheduler."""
 
 
 def register() -> None:
@@ -48,6 +49,8 @@ def register() -> None:
         WeightTransferEngineFactory.register_engine(BACKEND, "sync.vllm_plugin", "StagingEngine")
         logging.getLogger(initialize_layerwise_reload.__module__).addFilter(_is_worth_a_warning)
         faulthandler.register(signal.SIGUSR2, all_threads=True)  # as the services answer it
+        if not torch.cuda.is_available():
+            sleep_instead_of_spinning()
 
 
 def _is_worth_a_warning(record: logging.LogRecord) -> bool:

@@ -1,0 +1,30 @@
+"""How vLLM's processes wait for each other on a machine whose cores also compute.
+
+An engine's core and its workers hand messages over in shared memory. Whoever waits for the next one asks for
+it again and again for a second before it goes to sleep: right beside a GPU, where a core has nothing else to
+do. On CPU it takes a core from decoding, from the learner and from what carries a version's weights.
+"""
+
+import time
+from typing import Any
+
+from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
+
+LONGEST_SLEEP_MS = 1
+"""From one look at the memory to the next, where vLLM would spin. Every message is announced on a socket, but
+an announcement that follows another within a millisecond may be dropped (its queue holds one, and ZeroMQ
+looks no more often whether that is taken): a reader that waited for it alone would sleep for seconds."""
+
+
+def sleep_instead_of_spinning() -> None:
+    """In this process, from now on. Another call changes nothing."""
+    SpinCondition.wait = _wait
+
+
+def _wait(condition: Any, timeout_ms: int | None = None) -> None:
+    """In the place of `SpinCondition.wait`: back when a message is announced, or to look again."""
+    if time.monotonic() <= condition.last_read + condition.busy_loop_s:
+        timeout_ms = LONGEST_SLEEP_MS if timeout_ms is None else min(timeout_ms, LONGEST_SLEEP_MS)
+    events = dict(condition.poller.poll(timeout=timeout_ms))
+    if condition.local_notify_socket in events:
+        condition.local_notify_socket.recv(copy=False)
