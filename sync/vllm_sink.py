@@ -94,11 +94,7 @@ class VllmSink:
             if (status["state"], status.get("version")) != ("staged", version):
                 raise LoadFailed(f"rank {rank}: version {version} is not staged: {status}")
         try:
-            # Aborted requests leave nothing that anybody goes on with; the others' cache must not be cleared.
-            abort = self._on_update == "abort"
-            pause = self._engine.pause_generation(mode="abort" if abort else "keep", clear_cache=abort)
-            # It returns when the step under way has ended: until then tokens are made.
-            await self._call(pause, LoadFailed)
+            await self._pause()
             paused = time.perf_counter()
             await self._replace_weights(version)
             if self._on_update == "recompute":
@@ -111,6 +107,13 @@ class VllmSink:
 
     async def drop(self) -> None:
         await self._call(self._engine.shutdown_weight_transfer_engine(), TransferFailed)
+
+    async def _pause(self) -> None:
+        """Returns when the step under way has ended: until then tokens are made."""
+        # Aborted requests leave nothing that anybody goes on with; the others' cache must not be cleared.
+        abort = self._on_update == "abort"
+        pause = self._engine.pause_generation(mode="abort" if abort else "keep", clear_cache=abort)
+        await self._call(pause, LoadFailed)
 
     async def _replace_weights(self, version: int) -> None:
         update = WeightTransferUpdateRequest(update_info={"version": version})

@@ -1,0 +1,96 @@
+"""Does asynchrony pay what it can? Step time of synchronous and asynchronous runs against both sides alone.
+
+    python benchmarks/async_speedup.py [--steps 15]
+
+On two cores, one for the learner and one for the rollout server: first each side alone (`slipstream
+measure`), for the seconds Tg and Tt that a batch takes; then whole runs at `max_staleness` 0, which is
+synchronous, 1, 2 and 4. The ideal speed-up over one after the other is (Tg + Tt) / max(Tg, Tt). The same
+runs are what the simulation of `slipstream tune`, calibrated by Tg and Tt alone, has to foretell. Writes
+benchmarks/results/async_speedup.json. Let nothing else run meanwhile.
+"""
+
+import argparse
+import dataclasses
+import statistics
+from typing import Any
+
+from pinned_runs import experiment, learner_times, run, run_alone, server_times, step_seconds
+from record import write_result
+
+from launch.simulation import simulate
+from launch.tuning import Alone, setting_of
+
+SETTINGS = ((0, 8, 8), (1, 8, 8), (2, 8, 8), (4, 8, 8), (2, 4, 8), (1, 8, 4))
+"""max_staleness, groups a batch, groups in hand. The first ones are compared with each other, and the others
+are there for the simulation."""
+TARGET = 0.9
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--steps", type=int, default=15)
+    parser.add_argument("--settings", type=int, nargs="*", default=range(len(SETTINGS)), help="by number")
+    options = parser.parse_args()
+    alone = run_alone(experiment("alone", options.steps), options.steps)
+    ideal = (alone.generate + alone.train) / max(alone.generate, alone.train)
+    print(f"Tg {alone.generate:.2f} s, Tt {alone.train:.2f} s, ideal {ideal:.2f}, {alone.costs}", flush=True)
+    runs = [one(*SETTINGS[number], options.steps, alone) for number in options.settings]
+    for made in runs:
+        same = [r for r in runs if (r["groups"], r["in_hand"]) == (made["groups"], made["in_hand"])]
+        synchronous = next((r["step_seconds"] for r in same if not r["max_staleness"]), None)
+        if synchronous is not None and made["max_staleness"]:
+            made["speedup"] = round(synchronous / made["step_seconds"], 3)
+            made["of_ideal"] = round((alone.generate + alone.train) / made["step_seconds"] / ideal, 3)
+    write_result(
+        "async_speedup",
+        {
+            "generate_seconds": alone.generate,
+            "train_seconds": alone.train,
+            "ideal_speedup": ideal,
+            "target_of_ideal": TARGET,
+            "costs": dataclasses.asdict(alone.costs) | {"work": quantiles(alone.costs.work)},
+            "steps": options.steps,
+            "runs": runs,
+        },
+    )
+
+
+def quantiles(work: tuple[float, ...], count: int = 32) -> list[float]:
+    """The distribution in that many numbers."""
+    ordered = sorted(work)
+    return [round(ordered[int((i + 0.5) * len(ordered) / count)], 4) for i in range(count)]
+
+
+def one(staleness: int, groups: int, in_hand: int, steps: int, alone: Alone) -> dict[str, Any]:
+    e = experiment(
+        f"staleness-{staleness}-{groups}-{in_hand}",
+        steps,
+        buffer={"max_staleness": staleness, "groups_per_batch": groups},
+        rollout={"max_groups": in_hand},
+    )
+    found = run(e)
+    seconds, age = step_seconds(found), statistics.fmean(r["staleness/mean"] for r in found)
+    setting = setting_of(e.buffer, 1, in_hand, staleness, groups)
+    assert setting is not None
+    told = simulate(alone.costs, setting)
+    made = {
+        "max_staleness": staleness,
+        "groups": groups,
+        "in_hand": in_hand,
+        "step_seconds": round(seconds, 3),
+        "samples_per_s": round(found[0]["samples"] / seconds, 2),
+        "staleness_mean": round(age, 3),
+        "learner": learner_times(found),
+        "server": server_times(e, found),
+        "predicted": {
+            "step_seconds": round(groups / told.groups_per_second, 3),
+            "rate_error": round(told.groups_per_second * seconds / groups - 1, 3),
+            "staleness_mean": round(told.staleness_mean, 3),
+        },
+    }
+    print(made, flush=True)
+    return made
+
+
+if __name__ == "__main__":
+    main()

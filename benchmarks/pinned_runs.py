@@ -1,0 +1,174 @@
+"""Whole runs on two cores, the learner on one and the rollout server on the other, for benchmarks to compare.
+
+Everything is real: vLLM, Megatron, buffer, weights over gloo. The model is made: a Llama with random weights
+and words for tokens, so that both sides take about as long for a batch. Its learning rate is tiny, so that
+lengths, and with them costs, stay as they are.
+"""
+
+import json
+import os
+import shutil
+import statistics
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from launch import local, measuring
+from launch.experiment import WholeExperiment
+from launch.services import plan_services
+from launch.supervisor import Service
+from launch.tuning import Alone
+
+FOLDER = Path("runs/pinned")
+WARM_UP = 3
+"""Steps left out of every rate."""
+LEARNER_CORE, ROLLOUT_CORE = 0, 1
+
+
+def make_model(folder: Path, hidden: int = 256, layers: int = 4) -> Path:
+    import torch
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    if (folder / "config.json").exists():
+        return folder
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=128, hidden_size=hidden, intermediate_size=3 * hidden, num_hidden_layers=layers,
+        num_attention_heads=hidden // 64, num_key_value_heads=hidden // 64, max_position_embeddings=256,
+        tie_word_embeddings=True, bos_token_id=1, eos_token_id=2, pad_token_id=0,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(folder)
+    vocabulary = {"<pad>": 0, "<bos>": 1, "<eos>": 2} | {f"t{i}": i for i in range(3, 128)}
+    words = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    named = {"bos_token": "<bos>", "eos_token": "<eos>", "pad_token": "<pad>"}
+    PreTrainedTokenizerFast(tokenizer_object=words, **named).save_pretrained(folder)
+    return folder
+
+
+def rows() -> list[dict[str, Any]]:
+    """The prompts."""
+    return [{"prompt": f"t{i} t{i + 1} t{i + 2} t{i + 3}"} for i in range(3, 123)]
+
+
+def share_of_even_words(text: str, row: dict[str, Any]) -> float:
+    """The reward: about a half of a policy that knows nothing."""
+    words = [w for w in text.split() if w.startswith("t")]
+    return sum(int(w[1:]) % 2 == 0 for w in words) / max(len(words), 1)
+
+
+def experiment(name: str, steps: int, **changes: dict[str, Any]) -> WholeExperiment:
+    """Keywords override sections, one level deep."""
+    settings: dict[str, Any] = {
+        "name": name,
+        "run_dir": str(FOLDER / name),
+        "model": {"path": str(make_model(FOLDER / "model")), "max_length": 160, "dtype": "float32"},
+        "data": {"train": {"kind": "function", "path": "pinned_runs:rows"}},
+        "rollout": {
+            "group_size": 8,
+            "max_groups": 8,
+            "sampling": {"max_tokens": 96},
+            "engine": {"kv_cache_gib": 0.5, "max_num_seqs": 64, "cores": str(ROLLOUT_CORE)},
+            "rewards": {"even": {"function": "pinned_runs:share_of_even_words"}},
+        },
+        "buffer": {"groups_per_batch": 8, "max_staleness": 1, "address": "tcp://127.0.0.1:0"},
+        "sync": {"address": "tcp://127.0.0.1:0"},
+        "learner": {
+            "steps": steps,
+            "threads": 1,
+            "tokens_per_microbatch": 2048,
+            "optimizer": {"lr": 1e-6},
+            "checkpoint": {"every": steps, "export": False},
+        },
+        "logging": {"tensorboard": False},
+    }
+    for section, values in changes.items():
+        settings[section] = settings[section] | values
+    return WholeExperiment.model_validate(settings)
+
+
+def plan(e: WholeExperiment, config: Path) -> list[Service]:
+    """As `slipstream run` has it, each service on its core."""
+    cores = {"rollout": ROLLOUT_CORE}
+    return [
+        replace(s, command=["taskset", "-c", str(cores.get(s.role, LEARNER_CORE)), *s.command])
+        for s in plan_services(e, config)
+    ]
+
+
+def run(e: WholeExperiment, planned: local.Plan = plan) -> list[dict[str, Any]]:
+    """Make the run, anew; its steps without the first ones."""
+    shutil.rmtree(e.run_dir, ignore_errors=True)
+    with console_of(e) as console:
+        if local.run(e, "benchmark", console, planned):
+            sys.exit(f"{e.run_dir}: the run failed; see {e.run_dir}/logs")
+    lines = Path(e.run_dir, "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines][WARM_UP:]
+
+
+def run_alone(e: WholeExperiment, steps: int, train_seconds: float = 0.0) -> Alone:
+    """Both sides, each without the other."""
+    with console_of(e) as console:
+        if measuring.measure(e, steps, train_seconds, "benchmark", console, plan):
+            sys.exit(f"{e.run_dir}: measuring failed; see the logs below it")
+    return measuring.read_alone(Path(e.run_dir))
+
+
+def console_of(e: WholeExperiment) -> Any:
+    """Where the run is shown: a file beside its folder. Its services find this folder's modules."""
+    os.environ["PYTHONPATH"] = f"{Path.cwd()}:{Path(__file__).parent}"
+    Path(e.run_dir).mkdir(parents=True, exist_ok=True)
+    return _Console(Path(e.run_dir).with_suffix(".txt"))
+
+
+class _Console:
+    """A console that writes into a file."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __enter__(self) -> Console:
+        self._file = self._path.open("w")
+        return Console(file=self._file)
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+
+def step_seconds(found: list[dict[str, Any]]) -> float:
+    """Mean of a step without what writing a checkpoint took."""
+    return statistics.fmean(r["time/step"] - r.get("time/checkpoint", 0.0) for r in found)
+
+
+def learner_times(found: list[dict[str, Any]]) -> dict[str, float]:
+    """Where the learner's step goes, mean seconds; `other` is what no clock is around."""
+    names = ("wait_batch", "forward_backward", "optimizer", "wait_loaded", "publish")
+    told = {n: statistics.fmean(r.get(f"time/{n}", 0.0) for r in found) for n in names}
+    return {n: round(s, 3) for n, s in (told | {"other": step_seconds(found) - sum(told.values())}).items()}
+
+
+def server_times(e: WholeExperiment, found: list[dict[str, Any]]) -> dict[str, float]:
+    """Of the server, over the same steps: share of the time without a group in hand, mean seconds a step
+    that versions took beside decoding (stage) and that nothing was decoded (pause), and tokens a second."""
+    since, until = found[0]["time"] - found[0]["time/step"], found[-1]["time"]
+    lines = [
+        line
+        for path in Path(e.run_dir, "metrics").glob("rollout-*.jsonl")
+        for line in map(json.loads, path.read_text().splitlines())
+        if since - 1 <= line["time"] <= until + 1
+    ]
+    first, last = lines[0], lines[-1]
+    seconds = last["time"] - first["time"]
+    steps = seconds / step_seconds(found)
+    return {
+        "without_group": round((last["waiting_s/leases"] - first["waiting_s/leases"]) / seconds, 3),
+        "stage": round((last["publish_s/stage"] - first["publish_s/stage"]) / steps, 3),
+        "pause": round((last["publish_s/pause"] - first["publish_s/pause"]) / steps, 3),
+        "tokens_per_s": round((last["tokens"] - first["tokens"]) / seconds, 1),
+        "groups_in_hand": round(statistics.fmean(line["running_groups"] for line in lines), 2),
+        "wasted_tokens": last["wasted_tokens"] - first["wasted_tokens"],
+    }

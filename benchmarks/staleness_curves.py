@@ -1,0 +1,189 @@
+"""Does training on old tokens go wrong, and which correction keeps it right? Learning curves over staleness.
+
+    python benchmarks/staleness_curves.py [--rates 2e-4 5e-5] [--quick] [--plot-only]
+
+Every correction of the learner at a staleness of exactly 0, 1, 2, 4, 8 and 16 versions, three seeds each
+(`staleness_harness.py` has the task and how staleness is made exact). A run takes seconds on one core, and
+what is done already is not done again: runs are kept in runs/staleness_curves.jsonl. Writes
+benchmarks/results/staleness_curves.json, with every run that was made, and its picture in docs/pictures/.
+"""
+
+import argparse
+import json
+import math
+import statistics
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from record import RESULTS, write_result
+from staleness_harness import Size, start_model, train
+
+from learner import parallel
+from learner.commandline import quiet_megatron
+from learner.config import ParallelConfig
+
+KEPT = Path("runs/staleness_curves.jsonl")
+START = Path("runs/staleness_start")
+PICTURE = Path("docs/pictures/staleness_curves.png")
+STALENESS = (0, 1, 2, 4, 8, 16)
+SEEDS = (1, 2, 3)
+LAST = 4
+"""Evaluations that the final score is the mean of."""
+
+OPEN: dict[str, Any] = {"mask": "none", "veto": 0.0}
+METHODS: dict[str, dict[str, Any]] = {
+    "none": {"correction": {"weight": "none", **OPEN}},
+    "ppo bypass": {"correction": {"kind": "bypass"}},
+    "shipped": {},
+    "decoupled, no mask": {"correction": OPEN},
+    "interpolated": {"correction": {"proximal": "interpolated"}},
+    "token cap 2": {"correction": {"cap": 2.0, **OPEN}},
+    "token cap 2, normalized": {"correction": {"cap": 2.0, "normalize": True, **OPEN}},
+    "sequence cap 5": {"correction": {"weight": "sequence", "cap": 5.0, **OPEN}},
+    "geometric weight": {"correction": {"weight": "geometric", **OPEN}},
+    "mask sequence": {"correction": {"mask": "sequence"}},
+    "mask geometric": {"correction": {"mask": "geometric", "mask_low": 0.8, "mask_high": 1.25}},
+    "cispo bypass": {"loss": "cispo", "correction": {"kind": "bypass"}},
+    "gspo": {"loss": "gspo"},
+    "dppo": {"loss": "dppo", "correction": {"kind": "bypass"}},
+    "m2po": {"loss": "m2po", "correction": {"kind": "bypass"}},
+}
+"""`none` is PPO that takes every token for the policy's own, which a run's configuration refuses where
+tokens may be stale; `shipped` is what a file without a word about it gets."""
+MAIN = ("none", "ppo bypass", "shipped")
+"""At every rate and staleness; the others at the first rate."""
+OTHERS = (0, 8, 16)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--rates", type=float, nargs="+", default=[2e-4, 5e-5])
+    parser.add_argument("--quick", action="store_true", help="one seed, few settings, nothing recorded")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="then record what is done")
+    parser.add_argument("--plot-only", action="store_true", help="from what is recorded")
+    options = parser.parse_args()
+    if options.plot_only:
+        draw(json.loads((RESULTS / "staleness_curves.json").read_text()), PICTURE)
+        return
+    torch.set_num_threads(1)
+    quiet_megatron()
+    transformers.utils.logging.disable_progress_bar()
+    warnings.filterwarnings("ignore")
+    size = Size()
+    start = start_model(START)
+    parallel.initialize(ParallelConfig(), seed=1)
+    KEPT.parent.mkdir(exist_ok=True)
+    done = {key_of(r): r for r in map(json.loads, KEPT.read_text().splitlines())} if KEPT.exists() else {}
+    wanted = grid(options.rates, options.quick)
+    deadline = time.monotonic() + 60 * options.minutes
+    for number, run in enumerate(wanted):
+        if key_of(run) in done or time.monotonic() > deadline:
+            continue
+        method, rate, staleness, seed = key_of(run)
+        made = run | train(START, METHODS[method], rate, staleness, seed, size)
+        done[key_of(run)] = made
+        with KEPT.open("a") as file:
+            file.write(json.dumps(made) + "\n")
+        tail = statistics.fmean(made["curve"][-LAST:])
+        print(f"{number + 1}/{len(wanted)} {key_of(run)}: {tail:.3f} in {made['seconds']:.1f} s", flush=True)
+    parallel.shutdown()
+    if options.quick:
+        return
+    runs = [done[key_of(run)] for run in wanted if key_of(run) in done]
+    figures = {
+        "task": "five digits backwards, reward 1 if all are right; a Llama of two layers taught before",
+        "start_score": start,
+        "batch": f"{size.groups} groups of {size.group_size}, {size.updates} updates, {size.steps} versions",
+        "methods": METHODS,
+        "table": table(runs),
+        "runs": [compact(run) for run in runs],
+    }
+    write_result("staleness_curves", figures)
+    draw(figures, PICTURE)
+
+
+def grid(rates: list[float], quick: bool) -> list[dict[str, Any]]:
+    """The main methods first."""
+    seeds, staleness = (SEEDS[:1], (0, 8)) if quick else (SEEDS, STALENESS)
+    pairs = [(m, r) for r in rates for m in MAIN]
+    pairs += [(m, rates[0]) for m in METHODS if m not in MAIN]
+    return [
+        {"method": m, "rate": r, "staleness": s, "seed": n}
+        for m, r in pairs
+        for n in seeds
+        for s in staleness
+    ]
+
+
+def key_of(run: dict[str, Any]) -> tuple[str, float, int, int]:
+    return run["method"], run["rate"], run["staleness"], run["seed"]
+
+
+def final(run: dict[str, Any]) -> float:
+    return statistics.fmean(run["curve"][-LAST:])
+
+
+def table(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Of each method and rate, by staleness: lowest, mean and highest final score of the seeds."""
+    rows = []
+    for method, rate in dict.fromkeys((r["method"], r["rate"]) for r in runs):
+        of = [r for r in runs if (r["method"], r["rate"]) == (method, rate)]
+        told: dict[str, Any] = {"method": method, "rate": rate}
+        for staleness in sorted({r["staleness"] for r in of}):
+            finals = [final(r) for r in of if r["staleness"] == staleness]
+            told[f"s{staleness}"] = [
+                round(f, 3) for f in (min(finals), statistics.fmean(finals), max(finals))
+            ]
+        rows.append(told)
+    return rows
+
+
+def compact(run: dict[str, Any]) -> dict[str, Any]:
+    return {k: float(f"{v:.3g}") if isinstance(v, float) else v for k, v in run.items()}
+
+
+def draw(figures: dict[str, Any], path: Path) -> None:
+    """Held-out score over versions: a row for each rate, a column for each main method."""
+    from launch.plots import STYLE, plt
+
+    runs = figures["runs"]
+    rates = list(dict.fromkeys(r["rate"] for r in runs))
+    names = {"none": "no correction", "ppo bypass": "PPO clipped around the sampler", "shipped": "as shipped"}
+    every = Size().evaluate_every
+    with plt.rc_context({**STYLE, "font.size": 9, "axes.titlesize": 10, "lines.linewidth": 1.4}):
+        figure, panels = plt.subplots(
+            len(rates), len(MAIN), sharex=True, sharey=True, squeeze=False, layout="constrained",
+            figsize=(9, 2.8 * len(rates)),
+        )  # fmt: skip
+        for row, rate in zip(panels, rates, strict=True):
+            for axes, method in zip(row, MAIN, strict=True):
+                for place, staleness in enumerate(STALENESS):
+                    curves = [
+                        r["curve"]
+                        for r in runs
+                        if (r["method"], r["rate"], r["staleness"]) == (method, rate, staleness)
+                    ]
+                    steps = [every * i for i in range(len(curves[0]))]
+                    color = plt.get_cmap("viridis")(0.92 * place / (len(STALENESS) - 1))
+                    middle = [statistics.fmean(points) for points in zip(*curves, strict=True)]
+                    axes.plot(steps, middle, color=color, label=str(staleness))
+                    low, high = ([of(p) for p in zip(*curves, strict=True)] for of in (min, max))
+                    axes.fill_between(steps, low, high, color=color, alpha=0.12, linewidth=0)
+                axes.set_title(f"{names[method]}, rate {rate:g}")
+                axes.set_ylim(0, 1)
+        for axes in panels[-1]:
+            axes.set_xlabel("versions")
+        for row in panels:
+            row[0].set_ylabel("held-out score")
+        panels[0][0].legend(title="staleness", loc="lower left", fontsize=7, ncols=2)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, dpi=80)
+        plt.close(figure)
+
+
+if __name__ == "__main__":
+    main()
