@@ -55,8 +55,7 @@ METHODS: dict[str, dict[str, Any]] = {
 """`none` is PPO that takes every token for the policy's own, which a run's configuration refuses where
 tokens may be stale; `shipped` is what a file without a word about it gets."""
 MAIN = ("none", "ppo bypass", "shipped")
-"""At every rate and staleness; the others at the first rate."""
-OTHERS = (0, 8, 16)
+"""At every rate and staleness; the others at the first rate and a staleness of 0, 8 and 16."""
 
 
 def main() -> None:
@@ -107,15 +106,20 @@ def main() -> None:
 
 
 def grid(rates: list[float], quick: bool) -> list[dict[str, Any]]:
-    """The main methods first."""
-    seeds, staleness = (SEEDS[:1], (0, 8)) if quick else (SEEDS, STALENESS)
-    pairs = [(m, r) for r in rates for m in MAIN]
-    pairs += [(m, rates[0]) for m in METHODS if m not in MAIN]
+    """What tells most first: it may be cut off by the clock."""
+    first, *calmer = rates
+    others = [m for m in METHODS if m not in MAIN]
+    if quick:
+        return [{"method": m, "rate": first, "staleness": s, "seed": 1} for m in MAIN for s in (0, 8)]
+    blocks = [([first], MAIN, STALENESS), ([first], others, (8,)), (calmer, MAIN, (0, 8, 16))]
+    blocks += [([first], others, (0, 16)), (calmer, MAIN, (1, 2, 4))]
     return [
         {"method": m, "rate": r, "staleness": s, "seed": n}
-        for m, r in pairs
-        for n in seeds
-        for s in staleness
+        for of, methods, ages in blocks
+        for r in of
+        for n in SEEDS
+        for m in methods
+        for s in ages
     ]
 
 
@@ -167,6 +171,8 @@ def draw(figures: dict[str, Any], path: Path) -> None:
                         for r in runs
                         if (r["method"], r["rate"], r["staleness"]) == (method, rate, staleness)
                     ]
+                    if not curves:
+                        continue
                     steps = [every * i for i in range(len(curves[0]))]
                     color = plt.get_cmap("viridis")(0.92 * place / (len(STALENESS) - 1))
                     middle = [statistics.fmean(points) for points in zip(*curves, strict=True)]
