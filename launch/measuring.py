@@ -56,7 +56,7 @@ def measure(
 
 def servers_alone(e: WholeExperiment, steps: int, train_seconds: float) -> WholeExperiment:
     changed = _changed(e, SERVERS, steps)
-    learner = changed.learner.model_copy(update={"sleep_s": train_seconds, "loop": None})
+    learner = changed.learner.model_copy(update={"idle_s": train_seconds, "loop": None})
     return changed.model_copy(update={"learner": learner})
 
 

@@ -17,11 +17,11 @@ RECORDED = "recorded"
 
 
 def sleep_through(flow: Flow) -> None:
-    """As `learner.loop.train`, with `learner.sleep_s` of sleep for every batch, and no checkpoints.
+    """As `learner.loop.train`, with `learner.idle_s` of sleep for every batch, and no checkpoints.
 
     Consumes, waits for, unblocked by: as there.
     """
-    seconds = flow.experiment.learner.sleep_s
+    seconds = flow.experiment.learner.idle_s
     assert seconds is not None
     path = Path(flow.experiment.run_dir) / RECORDED / f"{parallel.dp_rank()}.groups"
     for batch in flow.batches():

@@ -201,7 +201,7 @@ class LearnerConfig(TrainingConfig):
     loop: Annotated[str, AfterValidator(named())] | None = None
     """`package.module:function` of your own in the place of the main loop, called as f(flow) on every rank
     and written in the verbs of `learner.flow.Flow`."""
-    sleep_s: float | None = Field(default=None, ge=0)
+    idle_s: float | None = Field(default=None, ge=0)
     """Sleep for so long in the place of training on a batch, and record it under RUN_DIR/recorded: measures
     the servers alone (docs/tuning.md). null trains."""
     batch_timeout_s: float = Field(default=3600.0, gt=0)
@@ -244,8 +244,8 @@ class LearnerConfig(TrainingConfig):
 
     @model_validator(mode="after")
     def _has_one_loop(self) -> Self:
-        if self.sleep_s is not None and self.loop is not None:
-            raise ValueError("sleep_s sleeps in the place of the loop, so loop would do nothing; remove one")
+        if self.idle_s is not None and self.loop is not None:
+            raise ValueError("idle_s sleeps in the place of the loop, so loop would do nothing; remove one")
         return self
 
     @model_validator(mode="after")

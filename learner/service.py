@@ -103,7 +103,7 @@ def _own_functions(learner: LearnerConfig) -> Callable[[Flow], object]:
     for path in (learner.algorithm.advantage, learner.algorithm.loss):
         if is_dotted(path):
             resolve(path)
-    if learner.sleep_s is not None:
+    if learner.idle_s is not None:
         return sleep_through
     return resolve(learner.loop) if learner.loop else train
 
