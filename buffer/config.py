@@ -5,7 +5,15 @@ from typing import Annotated, Self
 from pydantic import AfterValidator, Field, model_validator
 
 from buffer.dotted import named
-from buffer.experiment import DataConfig, EvalConfig, Experiment, LoggingConfig, Section, SecurityConfig
+from buffer.experiment import (
+    DataConfig,
+    EvalConfig,
+    Experiment,
+    LoggingConfig,
+    RunLength,
+    Section,
+    SecurityConfig,
+)
 from buffer.staleness import Policy, Rules
 
 
@@ -68,6 +76,7 @@ class BufferConfig(Section):
 class BufferExperiment(Experiment):
     data: DataConfig
     buffer: BufferConfig = BufferConfig()
+    learner: RunLength = RunLength()
     eval: EvalConfig | None = None
     security: SecurityConfig = SecurityConfig()
     logging: LoggingConfig = LoggingConfig()

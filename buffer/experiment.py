@@ -192,6 +192,18 @@ class SecurityConfig(Section):
     where nobody is asked who he is."""
 
 
+DEFAULT_STEPS = 100
+
+
+class RunLength(Section):
+    """Of the learner's section what others need; it is checked by the learner."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    steps: int = DEFAULT_STEPS
+    """Policy versions to make."""
+
+
 class LoggingConfig(Section):
     tensorboard: bool = True
     samples_every: int = Field(default=10, ge=1)

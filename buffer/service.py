@@ -56,6 +56,7 @@ async def _serve(experiment: BufferExperiment, run_dir: Path) -> None:
     stop = _stop_on_signals()
     keys = server_keys(experiment.security.keys, "buffer")
     store = Store(run_dir, experiment.name, experiment.buffer, _sources(experiment), time.monotonic)
+    store.reopen(experiment.learner.steps)
     server = BufferServer(store, run_dir / "buffer.sqlite", experiment.name, experiment.buffer, keys)
     logger.info(
         "buffer of %s at %s, %d prompts; waiting for the learner and for rollout servers",

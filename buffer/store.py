@@ -272,6 +272,14 @@ class Store:
             logger.info("version %d is the last: %d training leases are taken back", version, len(lent))
         self.ledger.changed = True
 
+    def reopen(self, steps: int) -> None:
+        """Go on with a finished run that has more to do by now: `steps` versions to make, with data left."""
+        with self.transaction():
+            last = self.database.fact("finished")
+            if last is not None and last < steps and not self.ledger.exhausted():
+                self.database.run("DELETE FROM facts WHERE name = 'finished'")
+                logger.info("the run was finished at version %d; it goes on to version %d", last, steps)
+
     # Numbers
 
     def finished(self) -> bool:

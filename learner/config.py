@@ -6,7 +6,15 @@ from pydantic import AfterValidator, ConfigDict, Field, field_validator, model_v
 
 from buffer.config import BufferConfig
 from buffer.dotted import named
-from buffer.experiment import Experiment, LoggingConfig, ModelConfig, PromptSource, Section, SecurityConfig
+from buffer.experiment import (
+    DEFAULT_STEPS,
+    Experiment,
+    LoggingConfig,
+    ModelConfig,
+    PromptSource,
+    Section,
+    SecurityConfig,
+)
 from learner.algorithm import AlgorithmConfig
 from learner.correction_config import changed
 from sync.config import SyncConfig
@@ -194,7 +202,7 @@ class LearnerConfig(TrainingConfig):
     """A group larger than `tokens_per_microbatch` is split between its completions, but under loss dpo, whose
     pairs need it whole; a longer completion goes alone, and so does such a group."""
 
-    steps: int = Field(default=100, ge=1)
+    steps: int = Field(default=DEFAULT_STEPS, ge=1)
     """Policy versions to make."""
     updates_per_batch: int = Field(default=1, ge=1)
     """Optimizer steps per batch, each on its share of the groups."""

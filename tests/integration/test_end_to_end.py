@@ -20,8 +20,8 @@ def experiment(make_experiment) -> Path:
     return make_experiment("end-to-end", learner={"steps": STEPS})
 
 
-def start(folder: Path) -> "subprocess.Popen[str]":
-    command = [str(Path(sys.executable).parent / "slipstream"), "run", "experiment.yaml"]
+def start(folder: Path, *overrides: str) -> "subprocess.Popen[str]":
+    command = [str(Path(sys.executable).parent / "slipstream"), "run", "experiment.yaml", *overrides]
     output = (folder / "output.txt").open("a")
     return subprocess.Popen(command, cwd=folder, stdout=output, stderr=output, text=True)
 
@@ -75,3 +75,11 @@ def test_a_run_whose_learner_is_killed_resumes_and_learns(experiment: Path):
     assert (experiment / "run/report/summary.md").exists()
     scores = [line for line in (experiment / "run/eval.jsonl").read_text().splitlines() if '"score"' in line]
     assert len(scores) >= 2, "before and after"
+
+
+@pytest.mark.timeout(400)
+def test_a_finished_run_trains_on_when_it_is_given_more_steps(experiment: Path):
+    assert len(rows(experiment)) == STEPS, "the test before finished it"
+    again = start(experiment, f"learner.steps={STEPS + 2}")
+    assert again.wait(300) == 0, (experiment / "output.txt").read_text()[-3000:]
+    assert [row["step"] for row in rows(experiment)] == list(range(1, STEPS + 3))

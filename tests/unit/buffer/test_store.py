@@ -341,6 +341,22 @@ def test_the_run_ends_with_the_final_evaluation_alone(bench, group, caplog):
     b.reopen()
     with pytest.raises(RunFinished):
         b.lease(1)
+    b.store.reopen(steps=1)
+    with pytest.raises(RunFinished):
+        b.lease(1)
+    b.store.reopen(steps=2)
+    assert [x.kind for x in b.lease(1)] == ["train"]
+
+
+def test_a_run_whose_data_ended_goes_on_with_more_epochs_only(bench, group):
+    b = bench(rows=1, epochs=1)
+    b.do(lambda s: s.published(0))
+    (lease,) = b.lease(1)
+    b.do(lambda s: s.give_up(lease.lease_id, "refused", False))
+    b.do(lambda s: s.finish(0))
+    b.store.reopen(steps=5)
+    with pytest.raises(RunFinished):
+        b.lease(1)
 
 
 def test_a_group_that_contradicts_its_lease_is_refused(bench, group):
