@@ -1,8 +1,9 @@
 """Evaluations: which versions are evaluated, their prompts' way through leases, their scores, and eval.jsonl.
 
 Evaluation groups are kept as printable lines, never trained. An evaluation closes when each of its prompts
-was scored or dropped; its lines are then appended to eval.jsonl, whose written length is a fact in the store,
-so that a crash between file and store neither loses nor doubles a line.
+was scored or dropped; until then the version it is of stays the newest. Its lines are then appended to
+eval.jsonl, whose written length is a fact in the store, so that a crash between file and store neither loses
+nor doubles a line.
 """
 
 import json
@@ -29,14 +30,19 @@ class Evaluations:
 
     def published(self, version: int) -> None:
         """Open the evaluation of a version if one is due: version 0, and every `every` versions."""
-        last = self._database.one("SELECT max(version) FROM evals")
-        due = (
-            version == 0
-            if self._every is None
-            else last is None or version // self._every > last // self._every
-        )
-        if due:
+        if self._due(version):
             self._open(version, final=False)
+
+    def _due(self, version: int) -> bool:
+        last = self._database.one("SELECT max(version) FROM evals")
+        if self._every is None:
+            return version == 0 and last is None
+        return last is None or version // self._every > last // self._every
+
+    def hold(self, version: int) -> bool:
+        """Whether `version` must stay the newest for now: an evaluation is open, or will be as soon as all
+        servers have loaded it. A version made of the next batch would sample the rest of it."""
+        return bool(self.rows) and (self.outstanding() or self._due(version))
 
     def finished(self, version: int) -> None:
         """Open the last one, unless that version already has one."""

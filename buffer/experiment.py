@@ -180,6 +180,10 @@ class EvalConfig(Section):
     every: int | None = Field(default=None, ge=1)
     """Policy versions between evaluations; null evaluates only before the first and after the last step."""
     temperature: float = Field(default=1.0, ge=0)
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    """Draws from the most probable tokens that make up this share of the probability."""
+    top_k: int | None = Field(default=None, ge=1)
+    """Draws from so many of the most probable tokens; null draws from all."""
     max_tokens: int | None = Field(default=None, ge=1)
     """null takes the rollout's."""
     target: float | None = None

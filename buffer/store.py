@@ -195,6 +195,7 @@ class Store:
         if kind == "eval":
             self.ledger.end_of_prompt(group.prompt_id)
             self.evaluations.record(group)
+            self._stock_changed = True  # a batch may have waited for the end of the evaluation
             return True
         wanted = 0.0
         if self._rules.policy == "priority":
@@ -218,7 +219,8 @@ class Store:
     # Batches
 
     def batch(self, index: int) -> Assembled | None:
-        """What batch `index` is made of: recorded once, the same ever after. None while too little is stored.
+        """What batch `index` is made of: recorded once, the same ever after. None while too little is stored,
+        or version `index` is being evaluated: nothing newer may come of a batch meanwhile.
 
         Raises:
             BatchForgotten: Its effect is in a confirmed checkpoint, and its groups are deleted.
@@ -227,7 +229,7 @@ class Store:
         rules, frontier = self._rules, self.frontier()
         if index < frontier:
             return assembly.recorded(self.database, index)
-        if index > frontier:
+        if index > frontier or self.evaluations.hold(index):
             return None
         for prompt_id in assembly.evict(self.database, index, rules.max_staleness):
             self.ledger.requeue(prompt_id, "evicted")

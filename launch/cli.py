@@ -128,13 +128,21 @@ def generate(
     temperature: Annotated[
         float | None, typer.Option(min=0, help="Default: rollout.sampling.temperature; 0 is greedy.")
     ] = None,
+    top_p: Annotated[
+        float, typer.Option(min=0, max=1, help="From the most probable tokens of this share together.")
+    ] = 1.0,
+    top_k: Annotated[
+        int | None, typer.Option(min=1, help="From so many of the most probable tokens.")
+    ] = None,
 ) -> None:
     """Complete every prompt of a file; the same command again goes on where it was stopped."""
     from launch import prediction
 
+    if top_p == 0:
+        raise ValueError("--top-p: expected more than 0; greedy is --temperature 0")
     experiment = prediction.read(config, overrides or [], model)
     with _resumable(output):
-        typer.echo(prediction.generate(experiment, source, output, samples, temperature))
+        typer.echo(prediction.generate(experiment, source, output, samples, temperature, top_p, top_k))
 
 
 @app.command()

@@ -29,8 +29,8 @@ def step_seconds(history: History) -> list[float]:
 
 
 def seconds_left(history: History, total: int) -> float | None:
-    """At the pace of the last steps."""
-    durations = step_seconds(history)[-RECENT:]
+    """At the pace of the last steps, without the first, which waits for the servers' first groups."""
+    durations = step_seconds(history)[1:][-RECENT:]
     if not any(durations):
         return None
     return median(durations) * max(0, total - max(history.steps))

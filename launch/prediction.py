@@ -46,7 +46,13 @@ def read(config: Path, overrides: list[str], model: Path | None) -> PredictionEx
 
 
 def generate(
-    experiment: PredictionExperiment, source: Path, output: Path, samples: int, temperature: float | None
+    experiment: PredictionExperiment,
+    source: Path,
+    output: Path,
+    samples: int,
+    temperature: float | None,
+    top_p: float,
+    top_k: int | None,
 ) -> str:
     """Complete every prompt of a file.
 
@@ -60,7 +66,7 @@ def generate(
 
     sampling = experiment.rollout.sampling
     chosen = sampling.temperature if temperature is None else temperature
-    plan = SamplingPlan(samples, chosen, sampling.max_tokens)
+    plan = SamplingPlan(samples, chosen, sampling.max_tokens, top_p, top_k)
     sources, _ = open_sources(FilesSource(kind="files", path=str(source)), experiment.seed, "rl", None)
     check(sources, skip_bad_rows=False)
     rows = PromptRows(sources)

@@ -59,6 +59,9 @@ class Request:
     """0 is greedy."""
     version: int
     """The policy version in force at dispatch; key-value blocks of another one are not reused."""
+    top_p: float = 1.0
+    top_k: int | None = None
+    """Both never of a completion to train: its distribution would not be the policy's."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,8 +9,10 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from buffer.experiment import EvalConfig
 from buffer.records import Group, Lease, Trajectory
 from buffer.rendering import Renderer
+from rollout.config import SamplingConfig
 from rollout.engine import Completion, CompletionAborted, CompletionFailed, Engine, Request, gravest
 from rollout.episodes import Chat, play
 from rollout.metrics import Meters
@@ -29,6 +31,19 @@ class SamplingPlan:
     samples: int
     temperature: float
     max_tokens: int
+    top_p: float = 1.0
+    top_k: int | None = None
+
+
+def evaluation_plan(evaluation: EvalConfig, sampling: SamplingConfig) -> SamplingPlan:
+    """How the `eval` section samples; of the training's own sampling it takes the length it does not say."""
+    return SamplingPlan(
+        evaluation.samples,
+        evaluation.temperature,
+        evaluation.max_tokens or sampling.max_tokens,
+        evaluation.top_p,
+        evaluation.top_k,
+    )
 
 
 class Rewards(Protocol):
@@ -138,6 +153,8 @@ class GroupRunner:
                 max_tokens=min(plan.max_tokens, self._renderer.room(len(ids))),
                 temperature=plan.temperature,
                 version=version,
+                top_p=plan.top_p,
+                top_k=plan.top_k,
             )
 
         row = lease.prompt.row

@@ -13,7 +13,7 @@ import uvloop
 from buffer.prompts import fingerprint, load_rows
 from buffer.rendering import Renderer
 from rollout.config import ModelReward, PredictionExperiment
-from rollout.groups import SamplingPlan
+from rollout.groups import SamplingPlan, evaluation_plan
 from rollout.pass_rate import part_means, rates
 from rollout.prediction import Line, Output, Predictor, Row, predict
 from rollout.scorer.folder import model_reward
@@ -57,8 +57,7 @@ def evaluate(experiment: PredictionExperiment, folder: Path, told: Told) -> dict
     if experiment.rollout.episode:
         raise ValueError("evaluate asks once; expected no rollout.episode, set rollout.episode=null")
     rows = load_rows(config.source, experiment.seed)
-    sampling = experiment.rollout.sampling
-    plan = SamplingPlan(config.samples, config.temperature, config.max_tokens or sampling.max_tokens)
+    plan = evaluation_plan(config, experiment.rollout.sampling)
     path = folder / "samples.jsonl"
     uvloop.run(_predict(experiment, rows, plan, path, told, scored=True))
     results = {"model": experiment.model.path, **results_of(path)}
@@ -136,6 +135,8 @@ def _settings(
         "system_prompt": experiment.data.system_prompt if experiment.data else None,
         "samples": plan.samples,
         "temperature": plan.temperature,
+        "top_p": plan.top_p,
+        "top_k": plan.top_k,
         "max_tokens": plan.max_tokens,
         "stop": list(experiment.rollout.sampling.stop),
         "rewards": {n: r.model_dump(mode="json") for n, r in experiment.rollout.rewards.items()}

@@ -57,7 +57,9 @@ class Predictor:
 
     async def _completion(self, request_id: str, prompt_ids: list[int], row: Row) -> Line:
         plan = self._plan
-        request = Request(request_id, prompt_ids, plan.max_tokens, plan.temperature, version=0)
+        request = Request(
+            request_id, prompt_ids, plan.max_tokens, plan.temperature, 0, plan.top_p, plan.top_k
+        )
         completion = await self._engine.generate(request)
         told: Line = {
             "text": completion.text,

@@ -20,7 +20,7 @@ from buffer.rendering import Renderer
 from rollout.config import RolloutExperiment, engine_faults
 from rollout.endings import first_of, signalled, unending
 from rollout.engine import Engine, EngineFailed
-from rollout.groups import GroupRunner, SamplingPlan
+from rollout.groups import GroupRunner, SamplingPlan, evaluation_plan
 from rollout.loop import RolloutLoop, Runner
 from rollout.metrics import MeteredSink, Meters
 from rollout.recorded import ReceivingSink, RecordedGroups
@@ -59,8 +59,7 @@ def sampling_plans(experiment: RolloutExperiment) -> dict[str, SamplingPlan]:
     sampling = rollout.sampling
     plans = {"train": SamplingPlan(rollout.group_size, sampling.temperature, sampling.max_tokens)}
     if evaluation is not None:
-        max_tokens = evaluation.max_tokens or sampling.max_tokens
-        plans["eval"] = SamplingPlan(evaluation.samples, evaluation.temperature, max_tokens)
+        plans["eval"] = evaluation_plan(evaluation, sampling)
     for kind, plan in plans.items():
         if plan.max_tokens >= experiment.model.max_length:
             key = "rollout.sampling.max_tokens" if kind == "train" else "eval.max_tokens"

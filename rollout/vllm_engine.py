@@ -98,6 +98,8 @@ class VLLMEngine:
 
         return SamplingParams(
             temperature=request.temperature,
+            top_p=request.top_p,
+            top_k=request.top_k or 0,
             max_tokens=request.max_tokens,
             stop=self._stop,
             logprobs=0,  # of the sampled token only

@@ -17,7 +17,7 @@ STEPS = 14
 
 @pytest.fixture(scope="module")
 def experiment(make_experiment) -> Path:
-    return make_experiment("end-to-end", learner={"steps": STEPS})
+    return make_experiment("end-to-end", learner={"steps": STEPS}, eval={"every": 3, "samples": 4})
 
 
 def start(folder: Path, *overrides: str) -> "subprocess.Popen[str]":
@@ -73,8 +73,13 @@ def test_a_run_whose_learner_is_killed_resumes_and_learns(experiment: Path):
     assert sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 0.15, rewards
     assert (experiment / "run/model/model.safetensors").exists()
     assert (experiment / "run/report/summary.md").exists()
-    scores = [line for line in (experiment / "run/eval.jsonl").read_text().splitlines() if '"score"' in line]
-    assert len(scores) >= 2, "before and after"
+    lines = [json.loads(line) for line in (experiment / "run/eval.jsonl").read_text().splitlines()]
+    evaluated = {line["version"]: line["completions"] for line in lines if line["kind"] == "score"}
+    assert evaluated == dict.fromkeys((0, 3, 6, 9, 12, STEPS), 40 * 4), "before, during and after"
+    others = [
+        line for line in lines if line["kind"] == "completion" and line["sampled_by"] != 2 * [line["version"]]
+    ]
+    assert not others, "sampled by the version that is evaluated and by no other"
 
 
 @pytest.mark.timeout(400)

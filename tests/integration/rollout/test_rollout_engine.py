@@ -35,9 +35,9 @@ class Served:
     def label(self, version):
         self.runner.run(self.engine.llm.update_weight_version(str(version)))
 
-    def request(self, prompt_ids, temperature, max_tokens=48, version=0):
+    def request(self, prompt_ids, temperature, max_tokens=48, version=0, **more):
         self.num_requests += 1
-        return Request(f"r{self.num_requests}", prompt_ids, max_tokens, temperature, version)
+        return Request(f"r{self.num_requests}", prompt_ids, max_tokens, temperature, version, **more)
 
     def generate(self, *requests):
         async def all_of_them():
@@ -104,6 +104,21 @@ def test_greedy_takes_the_most_probable_tokens(tiny):
     (completion,) = tiny.generate(tiny.request(prompt_ids, temperature=0.0))
     expected = tiny.logprobs(prompt_ids, completion, 1.0)
     assert completion.token_ids.tolist() == expected.argmax(-1).tolist()
+
+
+def test_the_few_most_probable_tokens_are_drawn_where_that_is_asked(tiny):
+    prompt_ids = [1, 5, 9]
+    requests = [tiny.request(prompt_ids, temperature=1.0, top_k=3) for _ in range(4)]
+    requests.append(tiny.request(prompt_ids, temperature=1.0, top_p=1e-6))
+    *few, greedy = tiny.generate(*requests)
+    ranks = set()
+    for completion in few:
+        expected = tiny.logprobs(prompt_ids, completion, 1.0)
+        chosen = expected[np.arange(len(expected)), completion.token_ids]
+        ranks |= set((expected > chosen[:, None]).sum(-1).tolist())
+    assert ranks == {0, 1, 2}
+    best = tiny.logprobs(prompt_ids, greedy, 1.0).argmax(-1)
+    assert greedy.token_ids.tolist() == best.tolist()
 
 
 def test_a_sampled_end_mark_is_among_the_tokens_and_not_in_the_text(smol):

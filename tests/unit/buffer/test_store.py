@@ -290,6 +290,35 @@ def test_evaluation_goes_first_and_is_never_trained(bench, group):
     assert '"completion": "completion 1"' in lines[1]
 
 
+def test_an_evaluated_version_stays_the_newest_until_it_is_evaluated(bench, group):
+    """Servers go on with whatever weights come: were a batch trained meanwhile, the evaluation's later tokens
+    would be of the version that it made."""
+    b = bench(rows=40, eval_rows=2, eval_every=1)
+    b.do(lambda s: s.published(0))
+    one, other, *train = b.lease(6)
+    for lease in train:
+        b.deliver(group(lease))
+    b.store.take_changes()
+    assert b.batch(0) is None
+    b.deliver(group(one))
+    assert b.batch(0) is None
+    b.store.take_changes()
+    b.do(lambda s: s.give_up(other.lease_id, "reward", False))
+    _, batch_may_come = b.store.take_changes()
+    assert batch_may_come
+    assert b.batch(0) is not None
+    assert b.batch(1) is None, "its version is not out yet, and will be evaluated"
+    b.do(lambda s: s.published(1))
+    assert b.batch(1) is None
+    assert b.batch(0) is not None, "a learner that resumes trains again what it trained"
+    for lease in b.lease(2):
+        assert lease.prompt.prompt_id.startswith("eval/1/")
+        b.store.take_changes()
+        b.deliver(group(lease))
+    assert b.store.take_changes()[1]
+    assert b.batch(1) is not None
+
+
 def test_eval_lines_survive_a_crash_between_file_and_store_once(bench, group):
     b = bench(rows=40, eval_rows=1)
     b.do(lambda s: s.published(0))

@@ -63,6 +63,17 @@ def test_time_left_is_the_median_pace_times_the_steps_left(make_run):
     assert seconds_left(history, 20) == 0
 
 
+def test_the_first_step_tells_no_pace(tmp_path):
+    history = History(tmp_path)
+    (tmp_path / "metrics.jsonl").write_text(line(1, 1.0, **{"time/step": 90.0}))
+    history.refresh()
+    assert seconds_left(history, 10) is None
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write(line(2, 2.0, **{"time/step": 10.0}))
+    history.refresh()
+    assert seconds_left(history, 10) == 80.0
+
+
 def test_waiting_shares(make_run):
     history = History(make_run())
     history.refresh()

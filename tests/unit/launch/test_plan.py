@@ -21,7 +21,10 @@ from learner import budget, families
 from rollout.config import EngineConfig
 
 HOME = Path(__file__).parents[3]
-PRESETS = {"policy-7b": 8, "policy-8x7b": 24, "policy-70b": 32, "policy-175b": 256}
+PRESETS = {
+    "policy-7b": 8, "policy-8x7b": 24, "policy-70b": 32, "policy-175b": 256,
+    "ppo-7b": 8, "grpo-70b": 32, "ppo-175b": 256,
+}  # fmt: skip
 
 
 @pytest.fixture(autouse=True)

@@ -22,7 +22,7 @@ from rollout.scripted import ScriptedEngine, plain_completion
 from rollout.total_reward import FunctionSource, Total, TotalReward
 
 ROWS = [{"prompt": f"p{i}", "answer": str(i)} for i in range(4)]
-PLANS = {"train": SamplingPlan(3, 1.0, 8), "eval": SamplingPlan(2, 0.25, 5)}
+PLANS = {"train": SamplingPlan(3, 1.0, 8), "eval": SamplingPlan(2, 0.25, 5, 0.9, 7)}
 
 
 class Words:
@@ -163,15 +163,22 @@ def test_without_staleness_every_token_is_trained_by_the_version_that_sampled_it
 
 
 def test_eval_leases_are_sampled_by_the_eval_plan():
+    """And not with the training's parameters, nor training with theirs."""
+
     async def go():
         engine = ScriptedEngine(plain_completion)
         rows = [{"prompt": "p9", "answer": "9"}]
         async with Bench(engine, eval_rows=rows, max_groups=8) as bench:
             await first_batch(bench)
             await bench.until(lambda status: any(r.prompt_ids == [1, 9] for r in engine.requests))
-            return [r for r in engine.requests if r.prompt_ids == [1, 9]]
+            return engine.requests
 
-    assert [(r.temperature, r.max_tokens) for r in asyncio.run(go())] == [(0.25, 5)] * 2
+    def how(requests):
+        return [(r.temperature, r.max_tokens, r.top_p, r.top_k) for r in requests]
+
+    requests = asyncio.run(go())
+    assert how(r for r in requests if r.prompt_ids == [1, 9]) == [(0.25, 5, 0.9, 7)] * 2
+    assert set(how(r for r in requests if r.prompt_ids != [1, 9])) == {(1.0, 8, 1.0, None)}
 
 
 def test_nothing_is_sampled_before_the_first_version():

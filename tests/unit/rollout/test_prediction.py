@@ -94,7 +94,7 @@ def test_a_row_that_cannot_be_rendered_gets_its_reason_and_no_completions(tmp_pa
     async def go():
         engine = ScriptedEngine(plain_completion)
         await engine.start()
-        predictor = Predictor(engine, Renderer(), SamplingPlan(2, 0.7, 8), Rewards())
+        predictor = Predictor(engine, Renderer(), SamplingPlan(2, 0.7, 8, 0.9, 5), Rewards())
         await predict(ROWS[:3], output(tmp_path / "out.jsonl"), predictor.line, 4)
         return engine.requests
 
@@ -104,5 +104,7 @@ def test_a_row_that_cannot_be_rendered_gets_its_reason_and_no_completions(tmp_pa
     assert lines[1]["completions"] == []
     expected = {"text": "7", "tokens": 4, "finish_reason": "stop", "logprob": -2.0}
     assert lines[2]["completions"] == 2 * [expected | {"reward": 2.0, "reward_parts": {"right": 2.0}}]
-    assert {(r.temperature, r.max_tokens, r.version) for r in requests} == {(0.7, 8, 0)}
+    assert {(r.temperature, r.max_tokens, r.version, r.top_p, r.top_k) for r in requests} == {
+        (0.7, 8, 0, 0.9, 5)
+    }
     assert len({r.request_id for r in requests}) == 4

@@ -37,12 +37,15 @@ def experiment(tmp_path, **sections):
     )
 
 
-def test_eval_takes_the_rollouts_length_unless_it_has_its_own(tmp_path):
+def test_an_evaluation_samples_its_own_way_and_takes_only_the_rollouts_length(tmp_path):
     source = {"kind": "function", "path": "rollout.tasks.addition:heldout"}
     plans = service.sampling_plans(experiment(tmp_path))
     assert plans == {"train": SamplingPlan(8, 1.0, 16), "eval": SamplingPlan(4, 1.0, 16)}
-    own = {"source": source, "samples": 1, "temperature": 0.0, "max_tokens": 32}
-    assert service.sampling_plans(experiment(tmp_path, eval=own))["eval"] == SamplingPlan(1, 0.0, 32)
+    own = {
+        "source": source, "samples": 1, "temperature": 0.6, "top_p": 0.95, "top_k": 20, "max_tokens": 32,
+    }  # fmt: skip
+    plans = service.sampling_plans(experiment(tmp_path, eval=own))
+    assert plans == {"train": SamplingPlan(8, 1.0, 16), "eval": SamplingPlan(1, 0.6, 32, 0.95, 20)}
 
 
 @pytest.mark.parametrize(
