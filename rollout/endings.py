@@ -10,17 +10,22 @@ logger = logging.getLogger(__name__)
 
 
 async def first_of(*tasks: asyncio.Task[None]) -> None:
-    """Wait until one ends, end the others in the order given, and raise what went wrong, if anything did."""
+    """Wait until one ends, end the others in the order given, and raise what went wrong, if anything did.
+
+    What the others end with follows from it, and is not told: pages of tracebacks would hide the one line.
+    """
     done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    errors: list[BaseException] = []
     for task in tasks:
         task.cancel()
         await asyncio.wait([task])
-    for task in sorted(done, key=tasks.index):
         error = task.exception() if not task.cancelled() else None
         while isinstance(error, BaseExceptionGroup):
             error = error.exceptions[0]
-        if error is not None:
-            raise error
+        if error is not None and task in done:
+            errors.append(error)
+    if errors:
+        raise errors[0]
 
 
 async def unending(work: Coroutine[Any, Any, object]) -> None:
