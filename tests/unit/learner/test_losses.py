@@ -165,6 +165,15 @@ def test_clipping_stops_the_gradient_on_the_far_side_only():
     assert at(1.0, -0.5) < 0, "far below, and asked to come up"
 
 
+@pytest.mark.parametrize("ratio", [2.0, 20.0, 2000.0])
+def test_a_bad_token_is_pushed_down_however_far_it_has_risen(ratio):
+    """A cap of the loss, min(-A · r, 3), would leave those without gradient that need it most."""
+    old = -1.0 - math.log(ratio)
+    got, metrics = gradient(micro_batch([old], [-1.0], [0], proximal=[old]), algorithm(), [-1.0])
+    assert float(got) == pytest.approx(ratio / TOTAL.tokens, rel=1e-5)
+    assert float(metrics["loss"]) == pytest.approx(ratio / TOTAL.tokens, rel=1e-5)
+
+
 def test_a_veto_stops_its_whole_sequence_and_no_other():
     batch = micro_batch([-1.0, -1.0, -1.0], [1.0, 1.0, 1.0], [0, 0, 1], proximal=[-1.0, -11.0, -1.0])
     got, metrics = gradient(batch, algorithm(), [-1.0, -11.0, -1.0])

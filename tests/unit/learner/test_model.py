@@ -1,3 +1,4 @@
+import json
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -116,6 +117,10 @@ def folder(request, tmp_path_factory):
                 parameter.copy_(torch.randn_like(parameter) * 0.2)
     path = tmp_path_factory.mktemp(request.param)
     model.save_pretrained(path)
+    # Models ship dropout: in training it would make the ratio of a policy to itself another than 1.
+    config = json.loads((path / "config.json").read_text())
+    assert config["attention_dropout"] == 0
+    (path / "config.json").write_text(json.dumps(config | {"attention_dropout": 0.2}))
     return path
 
 
@@ -157,7 +162,7 @@ def test_packed_groups_give_hugging_faces_logprobs_and_gradients(one_process, fo
     slopes = torch.randn(len(expected), generator=torch.Generator().manual_seed(1))
     (expected * slopes).sum().backward()
 
-    model = build_model(folder, ParallelConfig(), torch.float32, recompute)
+    model = build_model(folder, ParallelConfig(), torch.float32, recompute).train()
     found, entropy = model(pack(groups), 0.8)
     (found * slopes).sum().backward()
 
