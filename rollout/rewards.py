@@ -6,6 +6,7 @@ row is the prompt's, as the data source gave it. A function of your own has the 
 without one of that name it is their sum.
 """
 
+import logging
 import re
 from functools import cache
 from typing import Any
@@ -14,9 +15,17 @@ NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 
 
 def exact_number(text: str, row: dict[str, Any]) -> float:
-    """1 if the last number in the text is the answer, else 0. `1,000` and `1000.0` are the same number."""
+    """1 if the last number in the text is the last one in the answer, else 0. `1,000` and `1000.0` are the
+    same; of GSM8K's answers, which are whole solutions, it is the one behind `####`.
+
+    Raises:
+        ValueError: There is no number in the answer.
+    """
+    wanted = NUMBER.findall(str(row["answer"]))
+    if not wanted:
+        raise ValueError(f"the row's answer {row['answer']!r} has no number in it")
     numbers = NUMBER.findall(text)
-    return float(bool(numbers) and _number(numbers[-1]) == _number(str(row["answer"])))
+    return float(bool(numbers) and _number(numbers[-1]) == _number(wanted[-1]))
 
 
 def contains(text: str, row: dict[str, Any]) -> float:
@@ -28,6 +37,8 @@ def math_verify(text: str, row: dict[str, Any]) -> float:
     """1 if the text's final expression, LaTeX or plain, equals the answer as mathematics (math-verify)."""
     from math_verify import parse, verify
 
+    # It would say at every call that these are off.
+    logging.getLogger("math_verify").setLevel(logging.ERROR)
     # Its own limits work by SIGALRM; the pool's ends the process, which nothing can swallow.
     gold = parse(str(row["answer"]), parsing_timeout=None)  # type: ignore[arg-type]
     found = parse(text, parsing_timeout=None)  # type: ignore[arg-type]

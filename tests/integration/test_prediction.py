@@ -33,16 +33,26 @@ def test_generation_goes_on_where_it_was_interrupted_and_is_the_models_own(make_
     (folder / "many.jsonl").write_text("\n".join(map(json.dumps, rows)))
     output = folder / "out" / "answers.jsonl"
     command = [SLIPSTREAM, "generate", "experiment.yaml", "many.jsonl", str(output), "--temperature", "0"]
-    first = subprocess.Popen(command, cwd=folder, stderr=subprocess.PIPE, text=True)
-    while len(lines_of(output)) < 20:
-        assert first.poll() is None, first.communicate()[1]
-        time.sleep(0.01)
-    first.send_signal(signal.SIGINT)
-    _, told = first.communicate(timeout=60)
-    assert first.returncode == 130, told
+
+    def interrupted(number: signal.Signals, at_line: int) -> tuple[int, str, str]:
+        """Exit code, what was told, and what was written."""
+        run = subprocess.Popen(command, cwd=folder, stderr=subprocess.PIPE, text=True)
+        while not output.exists() or output.read_bytes().count(b"\n") < at_line:
+            assert run.poll() is None, run.communicate()[1]
+            time.sleep(0.01)
+        run.send_signal(number)
+        _, told = run.communicate(timeout=60)
+        return run.returncode, told, output.read_text()
+
+    code, told, first = interrupted(signal.SIGINT, 20)
+    assert code == 130, told
     assert "the same command goes on from there" in told
-    done = output.read_text()
-    assert 20 <= done.count("\n") < 600
+    assert 20 <= first.count("\n") < 200
+    code, told, done = interrupted(signal.SIGKILL, 200)
+    assert code == -signal.SIGKILL, told
+    assert done.startswith(first)
+    assert 200 <= done.count("\n") < 600
+    done = done[: done.rindex("\n") + 1]
 
     again = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=200)
     assert again.returncode == 0, again.stderr

@@ -2,6 +2,8 @@ import pytest
 
 from rollout import rewards
 
+GSM8K = "She sold 48/2 = <<48/2=24>>24 in May.\nShe sold 48+24 = <<48+24=72>>72 in all.\n#### 72"
+
 
 @pytest.mark.parametrize(
     ("text", "answer", "expected"),
@@ -16,10 +18,17 @@ from rollout import rewards
         ("1,234", "1234", 1),
         ("12.0", "12", 1),
         ("17", "7", 0),
+        ("half of 48 is 24, so 72 in all", GSM8K, 1),
+        ("#### 24", GSM8K, 0),
     ],
 )
 def test_exact_number_reads_the_last_number(text, answer, expected):
     assert rewards.exact_number(text, {"answer": answer}) == expected
+
+
+def test_an_answer_without_a_number_is_told():
+    with pytest.raises(ValueError, match="'Paris' has no number"):
+        rewards.exact_number("7", {"answer": "Paris"})
 
 
 def test_contains_ignores_case():
@@ -27,11 +36,14 @@ def test_contains_ignores_case():
     assert rewards.contains("London", {"answer": "Paris"}) == 0
 
 
-def test_math_verify_compares_values_not_texts():
+def test_math_verify_compares_values_not_texts(caplog):
     row = {"answer": r"$\frac{1}{2}$"}
     assert rewards.math_verify("so it is $0.5$", row) == 1
     assert rewards.math_verify(r"so it is $\frac{2}{4}$", row) == 1
     assert rewards.math_verify("so it is $2$", row) == 0
+    assert rewards.math_verify("so it is $72$", {"answer": GSM8K}) == 1
+    assert rewards.math_verify("so it is $24$", {"answer": GSM8K}) == 0
+    assert not caplog.records, "a line for every completion would fill the log"
 
 
 def test_reasoning_gym_scores_with_the_rows_own_dataset():
