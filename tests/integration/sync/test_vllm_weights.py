@@ -49,6 +49,7 @@ def make_model(family: str, tied: bool, dtype: torch.dtype):
     torch.manual_seed(7)
     kind, own = {
         "llama": (transformers.LlamaConfig, {}),
+        "mistral": (transformers.MistralConfig, {"sliding_window": None}),
         "qwen2": (transformers.Qwen2Config, {}),
         "qwen3": (transformers.Qwen3Config, {"head_dim": 32}),
         "mixtral": (transformers.MixtralConfig, {"num_local_experts": 4}),
@@ -188,11 +189,11 @@ def programs(tmp_path_factory):
         program.end()
 
 
-# vLLM's classes for our families (SmolLM is its Llama, Mistral loads as that); tied and not, in both types.
+# vLLM's classes for our families (SmolLM is its Llama); tied and not, in both types.
 CASES = [
     ("llama", True, "float32"), ("qwen3", False, "float32"),
     ("qwen2", True, "bfloat16"), ("llama", False, "bfloat16"),
-    ("qwen3_moe", False, "float32"),
+    ("mistral", False, "float32"), ("qwen3_moe", False, "float32"),
 ]  # fmt: skip
 
 
