@@ -62,6 +62,12 @@ class Evaluations:
         """Whether an evaluation is open."""
         return self._database.one("SELECT 1 FROM evals WHERE state = 'open' LIMIT 1") is not None
 
+    def left(self) -> int:
+        """Prompts of open evaluations that are neither scored nor dropped: the next batch waits for them."""
+        return self._database.one(
+            "SELECT count(*) FROM prompts WHERE kind = 'eval' AND state IN ('queued', 'leased')"
+        )
+
     def record(self, group: Group) -> None:
         """Keep a scored group as lines of eval.jsonl."""
         version, row = _place(group.prompt_id)

@@ -327,6 +327,7 @@ class Store:
             "kept": stock.kept,
             "overdue": self.overdue(),
             "eval_leased": self.database.one("SELECT count(*) FROM leases WHERE kind = 'eval'"),
+            "eval_left": self.evaluations.left(),
             "room": self.room(),
             "epoch": epoch,
             "position": position,

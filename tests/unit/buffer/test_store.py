@@ -300,12 +300,14 @@ def test_an_evaluated_version_stays_the_newest_until_it_is_evaluated(bench, grou
         b.deliver(group(lease))
     b.store.take_changes()
     assert b.batch(0) is None
+    assert b.store.status()["eval_left"] == 2
     b.deliver(group(one))
     assert b.batch(0) is None
     b.store.take_changes()
     b.do(lambda s: s.give_up(other.lease_id, "reward", False))
     _, batch_may_come = b.store.take_changes()
     assert batch_may_come
+    assert b.store.status()["eval_left"] == 0
     assert b.batch(0) is not None
     assert b.batch(1) is None, "its version is not out yet, and will be evaluated"
     b.do(lambda s: s.published(1))
