@@ -157,10 +157,15 @@ def phase_of(e: WholeExperiment, history: History) -> str:
     made = max(history.steps, default=0)
     if made and (made >= e.learner.steps or history.data_end is not None):
         return "last evaluation" if e.eval else "finishing"
+    buffer = (history.since_opened(history.buffer[-1:]) or [{}])[-1]
+    if buffer.get("eval_left"):
+        return f"evaluating version {buffer['published']}"
     if history.steps and history.since_opened([history.steps[max(history.steps)]]):
         return "training"
     if not any(history.since_opened(lines) for lines in history.servers.values()):
         return "starting: the engines and the learner load the model"
+    if buffer.get("frontier") and not history.steps:
+        return "training on the first batch"
     return "generating the first groups"
 
 

@@ -1,11 +1,12 @@
 import io
 import json
 
+import pytest
 from rich.console import Console
 
 from launch.experiment import read
 from launch.history import History
-from launch.screen import LONGEST_ALARM, MOST_ALARMS, Alarms, Screen, render, sparkline
+from launch.screen import LONGEST_ALARM, MOST_ALARMS, Alarms, Screen, phase_of, render, sparkline
 
 
 class Running:
@@ -36,6 +37,28 @@ def test_an_empty_run_says_what_it_waits_for(tmp_path, config_file):
     text = drawn(tmp_path / "empty", config_file)
     assert "starting: the engines and the learner load the model" in text
     assert "0/24 steps" in text
+
+
+@pytest.mark.parametrize(
+    ("steps", "buffer", "phase"),
+    [
+        (0, {"frontier": 0, "published": 0, "eval_left": 3}, "evaluating version 0"),
+        (0, {"frontier": 0, "published": 0, "eval_left": 0}, "generating the first groups"),
+        (0, {"frontier": 1, "published": 0, "eval_left": 0}, "training on the first batch"),
+        (10, {"frontier": 10, "published": 10, "eval_left": 2}, "evaluating version 10"),
+        (10, {"frontier": 11, "published": 10, "eval_left": 0}, "training"),
+        (24, {"frontier": 24, "published": 24, "eval_left": 2}, "last evaluation"),
+    ],
+)
+def test_what_goes_on_is_told_in_a_word(make_run, config_file, steps, buffer, phase):
+    run_dir = make_run(steps=steps)
+    history = History(run_dir)
+    history.opened = 0.0
+    history.refresh()
+    now = {"time": 1e12}
+    history.buffer.append(buffer | now)
+    history.servers["server-0"] = [now]
+    assert phase_of(read(config_file, []), history) == phase
 
 
 def test_without_a_terminal_a_step_is_a_line(make_run, config_file):
