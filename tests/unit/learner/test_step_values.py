@@ -275,6 +275,8 @@ def test_a_coefficient_that_moves_goes_on_from_the_checkpoint_and_a_fixed_one_fr
     moving = {"coefficient": BETA, "placement": "reward", "target": 0.5, "horizon": 100}
     updater, _, _ = trained(advantage="reinforce_plus_plus", kl=moving)
     told = json.loads(json.dumps(updater.position()))
+    assert told["kl_coefficient"] != BETA, "it has moved"
+    told["kl_coefficient"] *= 3  # where no other updater comes by itself
     fresh, _, _ = trained(advantage="reinforce_plus_plus", kl=moving)
     fresh.restore(told)
     assert fresh.position() == told
