@@ -65,8 +65,7 @@ class Flow:
         self._frontier = self._feed.frontier()
         self._feed.committed(self._checkpoints.safe_step())
         if self.version >= self._frontier:
-            with self._reporter.timed("first_publish"):
-                self._send()
+            self._send()
 
     def batches(self) -> Iterator[Batch]:
         """This rank's shard of each next batch, until `learner.steps` versions are made, the data is used up,
@@ -107,8 +106,7 @@ class Flow:
         if self.version >= self._frontier:
             with self._reporter.timed("wait_loaded"):
                 self._publishing.settle()
-            with self._reporter.timed("publish"):
-                self._send()
+            self._send()
 
     def save_due(self) -> bool:
         """Whether `learner.checkpoint` wants one of this version."""
@@ -147,10 +145,12 @@ class Flow:
 
     def _send(self) -> None:
         """Publish; the first time there may be nobody yet, and a signal may come meanwhile."""
-        if self._publishing.is_first and not self._publishing.await_member(lambda: self._stop.is_set):
-            self.interrupted = True
-        else:
-            self._publishing.publish(self.version)
+        first = self._publishing.is_first
+        with self._reporter.timed("first_publish" if first else "publish"):
+            if first and not self._publishing.await_member(lambda: self._stop.is_set):
+                self.interrupted = True
+            else:
+                self._publishing.publish(self.version)
 
     def _wanted(self) -> Command:
         """What goes before waiting, on rank 0."""

@@ -88,7 +88,7 @@ def made_reward_model(made_model, tmp_path_factory) -> Path:
 def make_experiment(made_model, tmp_path_factory) -> Callable[..., Path]:
     """Makes a folder with a reward of its own, prompts, and `experiment.yaml`; keywords override sections."""
 
-    def make(name: str, **changes: dict[str, Any]) -> Path:
+    def make(name: str, **changes: Any) -> Path:
         folder = tmp_path_factory.mktemp(name)
         (folder / "my_reward.py").write_text(REWARD)
         rows = [{"prompt": f"t{i} t{i + 1}"} for i in range(3, 43)]
@@ -110,7 +110,7 @@ def make_experiment(made_model, tmp_path_factory) -> Callable[..., Path]:
             "eval": {"source": {"kind": "jsonl", "path": "prompts.jsonl"}, "samples": 1},
         }
         for section, values in changes.items():
-            settings[section] = settings[section] | values
+            settings[section] = settings[section] | values if isinstance(values, dict) else values
         (folder / "experiment.yaml").write_text(yaml.safe_dump(settings))
         return folder
 
