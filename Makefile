@@ -4,7 +4,7 @@ BIN := $(VENV)/bin
 EXTRA ?= cpu
 READY := $(VENV)/.ready-$(EXTRA)
 
-.PHONY: setup demo test fuzz check
+.PHONY: setup demo test fuzz chaos check
 
 setup: $(READY)
 
@@ -33,6 +33,10 @@ test: setup check
 # The same examples every time; `make test` has a few in a hundred of them.
 fuzz: setup
 	FUZZ_EXAMPLES=100000 FUZZ_RECORD=benchmarks/results/fuzz.json $(BIN)/python -m pytest -q --timeout 3600 tests/fuzz
+
+# Services and their processes killed at random for ten minutes, and what was seen of it.
+chaos: setup
+	CHAOS_SECONDS=600 CHAOS_RECORD=benchmarks/results/chaos.json $(BIN)/python -m pytest -q tests/integration/test_chaos.py
 
 check: setup
 	$(BIN)/ruff check .

@@ -1,0 +1,76 @@
+"""The services of a run, started as the README says to start each on its own."""
+
+import json
+import re
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+HOME = Path(__file__).parents[2]
+BIN = Path(sys.executable).parent
+
+
+def commands() -> dict[str, list[str]]:
+    """Service → the command that the README gives for it; only some runs have a scorer."""
+    text = (HOME / "README.md").read_text()
+    (block,) = re.findall(r"## The services, each on its own.*?```\n(.*?)```", text, re.DOTALL)
+    lines = {"scorer": ["slipstream", "scorer", "experiment.yaml", "--name", "helpful"]}
+    for line in block.splitlines():
+        words = shlex.split(line)
+        lines["learner" if words[0] == "torchrun" else words[1]] = words
+    return lines
+
+
+class Services:
+    """Those started in one folder; each writes `NAME.log` there."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.running: dict[str, subprocess.Popen[bytes]] = {}
+
+    def start(self, service: str, name: str | None = None, *more: str) -> None:
+        words = [w.replace("configs/demo.yaml", "experiment.yaml") for w in commands()[service]]
+        if name:
+            words = [w.replace("server-0", name) for w in words]
+        name = name or service
+        with (self.folder / f"{name}.log").open("ab") as log:
+            self.running[name] = subprocess.Popen(
+                [str(BIN / words[0]), *words[1:], *more], cwd=self.folder, stdout=log, stderr=log
+            )
+
+    def log(self, name: str) -> str:
+        return (self.folder / f"{name}.log").read_text(errors="replace")
+
+    def until(self, condition: Callable[[], bool], timeout_s: float = 300) -> None:
+        deadline = time.monotonic() + timeout_s
+        while not condition():
+            told = "\n".join(f"== {name}\n{self.log(name)[-1500:]}" for name in self.running)
+            assert all(p.poll() in (None, 0) for p in self.running.values()), told
+            assert time.monotonic() < deadline, told
+            time.sleep(0.1)
+
+    def says(self, name: str, text: str) -> None:
+        self.until(lambda: text in self.log(name))
+
+    def finish(self) -> None:
+        self.until(lambda: all(p.poll() is not None for p in self.running.values()))
+
+    def rows(self) -> list[dict]:
+        path = self.folder / "run/metrics.jsonl"
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+@contextmanager
+def services(folder: Path) -> Iterator[Services]:
+    found = Services(folder)
+    try:
+        yield found
+    finally:
+        for process in found.running.values():
+            if process.poll() is None:
+                process.kill()
+            process.wait()

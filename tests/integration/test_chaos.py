@@ -1,0 +1,156 @@
+"""Every service and process of a run killed with -9 at random moments, one after the other, under load.
+
+    make chaos                          ten minutes of it, and what was seen in benchmarks/results/chaos.json
+
+`CHAOS_SECONDS` says for how long, `CHAOS_SEED` which moments and victims.
+"""
+
+import json
+import os
+import random
+import signal
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from hand_started import HOME, Services, services
+
+from buffer.inspection import inspect
+
+SECONDS = float(os.environ.get("CHAOS_SECONDS", "40"))
+SEED = int(os.environ.get("CHAOS_SEED", "1"))
+RECORD = os.environ.get("CHAOS_RECORD")
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200 + 3 * SECONDS)]
+
+PROMPTS, GROUPS = 40, 4
+ENDLESS, MORE = 1_000_000, 4
+"""Steps while there is chaos; steps to be made in peace afterwards."""
+CALM_S = 240
+"""At the longest from a kill to the learner's next step, of which a server's start takes the most."""
+VICTIMS = ("buffer", "rollout", "engine core", "engine worker", "learner rank", "torchrun")
+NAMES = {"buffer": "buffer", "server-0": "rollout", "server-1": "rollout", "learner": "learner"}
+
+
+class Processes:
+    """Those that work in a run's folder, by what they are."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = str(folder)
+
+    def all(self) -> dict[int, str]:
+        """Process id → what it is."""
+        found = {}
+        for entry in Path("/proc").iterdir():
+            if not entry.name.isdigit():
+                continue
+            try:
+                if os.readlink(entry / "cwd") != self._folder:
+                    continue
+                words = (entry / "cmdline").read_bytes().decode(errors="replace").split("\0")
+            except OSError:
+                continue
+            found[int(entry.name)] = self._kind(words)
+        return found
+
+    def _kind(self, words: list[str]) -> str:
+        if words[0].startswith("VLLM::"):
+            return "engine core" if "Core" in words[0] else "engine worker"
+        if "-m" in words and words[words.index("-m") + 1] == "learner" and "--nproc-per-node" not in words:
+            return "learner rank"
+        for kind in ("buffer", "rollout"):
+            if kind in words:
+                return kind
+        return "torchrun" if "--nproc-per-node" in words else "helper"
+
+
+class Chaos:
+    """A run whose services are started again whenever one has ended."""
+
+    def __init__(self, folder: Path, running: Services) -> None:
+        self.running = running
+        self.processes = Processes(folder)
+        self.random = random.Random(SEED)
+        self.kills: Counter[str] = Counter()
+        self.calm_seconds: list[float] = []
+
+    def revive(self, *more: str) -> None:
+        for name, service in NAMES.items():
+            process = self.running.running.get(name)
+            if process is None or process.poll() is not None:
+                self.running.start(service, name if service == "rollout" else None, *more)
+
+    def wait_for_steps(self, count: int, *more: str) -> None:
+        """Until the learner has made so many more, starting again what ends meanwhile."""
+        goal = len(self.running.rows()) + count
+        started = time.monotonic()
+        while len(self.running.rows()) < goal:
+            self.revive(*more)
+            waited = time.monotonic() - started
+            told = "\n".join(f"== {name}\n{self.running.log(name)[-2000:]}" for name in NAMES)
+            assert waited < CALM_S, f"no step within {CALM_S} s after {dict(self.kills)}\n{told}"
+            time.sleep(0.2)
+        self.calm_seconds.append(time.monotonic() - started)
+
+    def kill(self) -> None:
+        kind = self.random.choice(
+            ["buffer", "rollout", "engine core", "engine worker", "learner rank", "torchrun"]
+        )
+        victims = [pid for pid, of in self.processes.all().items() if of == kind]
+        if victims:
+            os.kill(self.random.choice(sorted(victims)), signal.SIGKILL)
+            self.kills[kind] += 1
+
+
+def test_a_run_survives_whatever_is_killed(make_experiment, free_address):
+    folder: Path = make_experiment(
+        "chaos",
+        buffer={"groups_per_batch": GROUPS, "address": free_address(), "lease_timeout_s": 20},
+        sync={"address": free_address()},
+        learner={"steps": ENDLESS, "optimizer": {"lr": 1e-4}, "checkpoint": {"every": 3, "keep": 2}},
+        eval=None,
+    )
+    with services(folder) as running:
+        chaos = Chaos(folder, running)
+        chaos.wait_for_steps(1)
+        end = time.monotonic() + SECONDS
+        while time.monotonic() < end:
+            time.sleep(chaos.random.uniform(0, 4))
+            chaos.kill()
+            chaos.wait_for_steps(1)
+        for process in running.running.values():
+            process.send_signal(signal.SIGINT)
+        running.until(lambda: all(p.poll() is not None for p in running.running.values()), 120)
+        steps = len(running.rows()) + MORE
+        chaos.wait_for_steps(MORE, f"learner.steps={steps}")
+        running.until(lambda: all(p.poll() is not None for p in running.running.values()), 120)
+        rows = running.rows()
+        left = chaos.processes.all()
+    assert left == {}, "orphans"
+    assert [row["step"] for row in rows] == list(range(1, steps + 1)), "every version once, in order"
+    store = inspect(folder / "run")
+    states = sum(map(Counter, store["prompts"].values()), Counter())
+    assert states["batched"] + states["trained"] == steps * GROUPS, "every group trained once"
+    over = sorted(store["prompts"])[:-2]  # the last epochs are still under way
+    for epoch in over:
+        assert store["prompts"][epoch] == {"trained": PROMPTS}, f"epoch {epoch}: every prompt exactly once"
+    assert max(row["staleness/max"] for row in rows) <= 2
+    if RECORD:
+        record(chaos, steps, len(over))
+
+
+def record(chaos: Chaos, steps: int, epochs: int) -> None:
+    waits = sorted(chaos.calm_seconds)
+    found = {
+        "benchmark": "chaos",
+        "seconds": SECONDS,
+        "seed": SEED,
+        "kills": dict(chaos.kills),
+        "steps": steps,
+        "epochs_checked": epochs,
+        "median_seconds_to_the_next_step": round(waits[len(waits) // 2], 1),
+        "longest_seconds_to_the_next_step": round(waits[-1], 1),
+    }
+    assert RECORD
+    (HOME / RECORD).write_text(json.dumps(found, indent=2) + "\n")
