@@ -80,31 +80,28 @@ def watch(e: WholeExperiment, history: History, supervisor: Supervisor, screen: 
             screen.say(line)
         if failure:
             return failure
-        if supervisor.ended("learner"):
-            failure = _ended_early(e, history, supervisor)
-            if failure:
+        for role in ("buffer", "learner"):
+            if supervisor.ended(role) and (failure := _ended_early(e, history, supervisor, role)):
                 return failure
-            if supervisor.ended("buffer"):
-                # A server whose engine came up too late has nobody left to tell it that the run is over; one
-                # that is about to end may die of the signal, which is no failure any more.
-                supervisor.stop(screen.update)
-                screen.update()
-                return None
+        if supervisor.ended("learner") and supervisor.ended("buffer"):
+            # A server whose engine came up too late has nobody left to tell it that the run is over; one that
+            # is about to end may die of the signal, which is no failure any more.
+            supervisor.stop(screen.update)
+            screen.update()
+            return None
         time.sleep(POLL_S)
     screen.update()
     return supervisor.check()
 
 
-def _ended_early(e: WholeExperiment, history: History, supervisor: Supervisor) -> Failure | None:
-    """When the learner has ended by itself: what is missing, if anything is."""
-    if not history.steps or max(history.steps) >= e.learner.steps:
-        return None
+def _ended_early(e: WholeExperiment, history: History, supervisor: Supervisor, role: str) -> Failure | None:
+    """When the learner, or the buffer, has ended by itself: what is missing, if anything is."""
     history.refresh()
-    if max(history.steps) >= e.learner.steps or history.data_end is not None:
+    made = max(history.steps, default=0)
+    if made >= e.learner.steps or history.data_end is not None:
         return None
-    (learner,) = (c for c in supervisor.children if c.service.role == "learner")
-    reason = f"ended at step {max(history.steps)} of {e.learner.steps}"
-    return Failure("learner", reason, learner.failure().lines, learner.log)
+    (service,) = (c for c in supervisor.children if c.service.role == role)
+    return Failure(role, f"ended at step {made} of {e.learner.steps}", service.failure().lines, service.log)
 
 
 @contextmanager

@@ -42,6 +42,11 @@ DATA_ENDS = (
     (run_dir / "data_end.json").write_text('{"step": 1}')
 """
 )
+FOLLOWS = """
+    import pathlib, sys, time
+    while not (pathlib.Path(sys.argv[1]) / "model" / "config.json").exists():
+        time.sleep(0.02)
+"""
 STAYS = """
     import signal, sys, time
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
@@ -54,7 +59,7 @@ STAYS = """
 def start(config_file, tmp_path) -> Callable[..., tuple[int, str]]:
     """Runs the experiment with these scripts as buffer, server and learner; gives exit code and output."""
 
-    def run(learner: str, others: str = "pass", server: str | None = None) -> tuple[int, str]:
+    def run(learner: str, others: str = FOLLOWS, server: str | None = None) -> tuple[int, str]:
         experiment = read(config_file, OVERRIDES)
 
         def plan(e, _config) -> list[Service]:
@@ -95,6 +100,12 @@ def test_a_learner_that_ends_before_its_last_step_ends_the_run(start):
     code, output = start(STOPS_EARLY, STAYS)
     assert code == 1
     assert "learner ended at step 1 of 2" in output
+
+
+def test_a_buffer_that_ends_before_the_last_step_ends_the_run(start):
+    code, output = start(STAYS, "print('stopping')", STAYS)
+    assert code == 1
+    assert "buffer ended at step 0 of 2" in output
 
 
 def test_a_run_whose_data_ends_first_is_finished(start, config_file):
