@@ -39,6 +39,9 @@ OF_THE_WHOLE_BATCH = {
 }
 """What a token is trained with depends on all of an optimizer step's."""
 
+LORA = {**SEVERAL_UPDATES, "lora": {"rank": 2, "alpha": 8}}
+"""With a reference, which is the policy without its adapters."""
+
 OWN_FUNCTIONS = {
     **SEVERAL_UPDATES,
     "loop": "own_functions:loop",
@@ -116,6 +119,7 @@ def one(model, converted, killed, tmp_path_factory):
         "bfloat16-cut": Run(root / "bfloat16-cut", model, options={"stop_at": 3}, **bfloat16),
         "converted": started_from(root / "converted", converted, **SEVERAL_UPDATES),
         "own": Run(root / "own", model, **OWN_FUNCTIONS),
+        "lora": Run(root / "lora", model, **LORA),
         **{name: Run(root / name, model, **settings) for name, settings in OF_THE_WHOLE_BATCH.items()},
         "ended": Run(root / "ended", model, options={"ends_at": 2}, checkpoint={"every": 3, "export": True}),
     }
@@ -139,6 +143,9 @@ def two(model, converted, killed, tmp_path_factory):
         "shard": Run(root / "shard", model, layout=sharded),
         "tensor": Run(root / "tensor", model, **tensor),
         "pipeline": Run(root / "pipeline", model, **pipeline),
+        "lora-data": Run(root / "lora-data", model, layout=sharded, **LORA),
+        "lora-tensor": Run(root / "lora-tensor", model, **tensor, **LORA),
+        "lora-pipeline": Run(root / "lora-pipeline", model, **pipeline, **LORA),
         "own-data": Run(root / "own-data", model, **OWN_FUNCTIONS),
         "several-data": Run(root / "several-data", model, **SEVERAL_UPDATES),
         "several-pipeline": Run(root / "several-pp", model, layout={"pipeline": 2}, **SEVERAL_UPDATES),
@@ -266,6 +273,17 @@ def test_two_updates_and_a_reference_give_the_same_numbers_in_every_layout(one, 
     assert one["several"].rows[-1]["kl/reference"] > 0
     assert_same(two["several-data"], one["several"], rel=1e-3)
     assert_same(two["several-pipeline"], one["several"], rel=1e-3)
+
+
+@pytest.mark.parametrize("layout", ["data", "tensor", "pipeline"])
+def test_adapters_give_the_same_losses_and_published_weights_in_every_layout(layout, model, one, two):
+    assert one["lora"].rows[-1]["kl/reference"] > 0
+    base = load_file(model / "model.safetensors")
+    changed = {n for n, t in one["lora"].weights.items() if not torch.equal(t, base[n])}
+    assert changed == {n for n in base if "_proj" in n}, "published are they, fused with what stays as it was"
+    assert_same(two[f"lora-{layout}"], one["lora"], rel=1e-3)
+    for one_row, two_row in zip(one["lora"].rows, two[f"lora-{layout}"].rows, strict=True):
+        assert two_row["kl/reference"] == pytest.approx(one_row["kl/reference"], rel=1e-3, abs=1e-6)
 
 
 def test_bfloat16_trains_with_float32_masters_and_resumes_exactly(one):
