@@ -31,6 +31,7 @@ ROLES_OF_KEY = {
     "rollout": ("rollout", "observer"),
     "learner": ("learner", "observer"),
     "scorer": ("observer",),
+    "reference": ("observer",),
 }
 """As what a client may come, by the role that its key is of."""
 

@@ -100,6 +100,21 @@ def learner(config: Config, overrides: Overrides = None) -> None:
 
 
 @app.command()
+def reference(config: Config, overrides: Overrides = None) -> None:
+    """Run the frozen reference's own ranks on this machine (learner.reference), for the whole run."""
+    from launch.services import torchrun
+
+    experiment = _check(config, overrides, "reference")
+    of = experiment.learner.reference
+    if of is None:
+        raise ValueError(
+            f"{config}: learner.reference: missing; without it the reference is on the learner's own ranks"
+        )
+    command = [*torchrun(of.processes), "learner.reference", str(config), *(overrides or [])]
+    os.execv(command[0], command)
+
+
+@app.command()
 def pipeline(
     config: Annotated[Path, typer.Argument(metavar="PIPELINE", help="The pipeline's YAML file.")],
     overrides: Overrides = None,

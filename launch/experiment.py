@@ -34,6 +34,7 @@ from buffer.experiment_file import merged
 from buffer.keys import KeysError, check_keys
 from buffer.router import unguarded
 from launch import model_folder
+from learner import families
 from learner.config import LearnerConfig, LearnerExperiment, TrainingConfig
 from learner.offline.config import OfflineExperiment
 from rollout.config import FunctionReward, ModelReward, RolloutConfig, RolloutExperiment, engine_faults
@@ -42,7 +43,7 @@ from rollout.scorer.folder import model_reward
 from sync.addresses import host_of
 from sync.config import SyncConfig
 
-SERVICES = ("buffer", "rollout", "scorer", "learner")
+SERVICES = ("buffer", "rollout", "scorer", "learner", "reference")
 
 ANY_PORT = (
     "port 0 is whichever is free, and the other services could not know which; set a fixed one (only "
@@ -96,7 +97,9 @@ def _shards(e: WholeExperiment) -> list[str]:
 def addresses(e: WholeExperiment) -> dict[str, str]:
     """Where each service listens, by the key that says so."""
     scorers = {f"rollout.rewards.{name}.address": r.address for name, r in reward_models(e).items()}
-    return {"buffer.address": e.buffer.address, "sync.address": e.sync.address, **scorers}
+    of = e.learner.reference
+    reference = {} if of is None else {"learner.reference.address": of.address}
+    return {"buffer.address": e.buffer.address, "sync.address": e.sync.address, **scorers, **reference}
 
 
 def _addresses(e: WholeExperiment) -> list[str]:
@@ -132,7 +135,8 @@ def _reach(e: WholeExperiment) -> list[str]:
 
 REACHES = {
     "buffer": ("buffer.",),
-    "learner": ("buffer.", "sync."),
+    "learner": ("buffer.", "sync.", "learner.reference."),
+    "reference": ("buffer.", "learner.reference."),
     "rollout": ("buffer.", "sync.", "rollout.rewards."),
     "scorer": ("rollout.rewards.",),
 }
@@ -215,8 +219,9 @@ def _unknown_functions(e: WholeExperiment, services: Iterable[str]) -> list[str]
 
 def _keys(e: WholeExperiment, services: Iterable[str]) -> list[str]:
     """What is wrong with the keys of the services that start here."""
+    absent = {"scorer": not reward_models(e), "reference": e.learner.reference is None}
     try:
-        check_keys(e.security.keys, [s for s in services if s != "scorer" or reward_models(e)])
+        check_keys(e.security.keys, [s for s in services if not absent.get(s)])
     except KeysError as error:
         return [f"security.keys={e.security.keys}: {error}"]
     return []
@@ -256,10 +261,12 @@ def read(path: str | Path, overrides: list[str], services: Collection[str] = SER
         reasons += missing_rows(experiment)
     if "rollout" in services:
         reasons += engine_faults("rollout.engine", experiment.rollout.engine)
-    if "rollout" in services or "learner" in services:
+    if {"rollout", "learner", "reference"} & set(services):
         reasons += _models(experiment, services)
     if "learner" in services:
-        reasons += missing_start(experiment.learner) + _missing(_texts(experiment))
+        reasons += _missing(_texts(experiment))
+    if {"learner", "reference"} & set(services):
+        reasons += missing_start(experiment.learner)
     if "scorer" in services:
         for name, reward in reward_models(experiment).items():
             reasons += scorer_faults(experiment, name, reward)
@@ -285,12 +292,15 @@ def _is_a_run(path: str | Path, overrides: list[str]) -> None:
 
 
 def _models(e: WholeExperiment, services: Iterable[str]) -> list[str]:
-    """Of the policy and of the value model."""
-    path, length = e.model.path, e.model.max_length
-    if "learner" not in services:
-        return model_folder.trained("model.path", path, length)
-    layout, value = e.learner.parallel, e.learner.value
+    """Of the policy, of the value model, and of the reference."""
+    path, length, reference = e.model.path, e.model.max_length, e.learner.reference
+    layout, value = (e.learner.parallel, e.learner.value) if "learner" in services else (None, None)
     found = model_folder.trained("model.path", path, length, layout)
+    if reference is not None and not found and {"learner", "reference"} & set(services):
+        try:
+            families.read(path).check_layout(reference.parallel, "learner.reference.parallel")
+        except ValueError as error:
+            found = [f"model.path={path}: {error}"]
     if value is not None:
         found += model_folder.trained(
             "learner.value.path", value.path, length, layout, head="score", tokenizer=False

@@ -63,6 +63,8 @@ class History:
     """Learner metrics by step; a step made again after a restart replaces the first one."""
     buffer: list[Record] = field(default_factory=list)
     servers: dict[str, list[Record]] = field(default_factory=dict)
+    reference: list[Record] = field(default_factory=list)
+    """Of a reference on ranks of its own."""
     scores: dict[int, Record] = field(default_factory=dict)
     """Evaluation score lines by policy version; none where every prompt was dropped."""
     completions: dict[int, dict[tuple[str, int], Record]] = field(default_factory=dict)
@@ -79,6 +81,7 @@ class History:
         records = [r for r in self._tail("metrics.jsonl").new() if "step" in r]
         self.steps |= {int(r["step"]): r for r in records}
         self.buffer += self._tail("metrics/buffer.jsonl").new()
+        self.reference += self._tail("metrics/reference.jsonl").new()
         for path in sorted((self.run_dir / "metrics").glob("rollout-*.jsonl")):
             name = path.stem.removeprefix("rollout-")
             self.servers.setdefault(name, []).extend(self._tail(f"metrics/{path.name}").new())

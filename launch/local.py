@@ -19,14 +19,14 @@ from launch.experiment import WholeExperiment, addresses, differences, dump, rew
 from launch.history import History
 from launch.placement import settle_address, usable_cores, visible_gpus
 from launch.screen import Screen
-from launch.services import gpu_shares, plan_services
+from launch.services import gpu_shares, plan_services, training_jobs
 from launch.summary import summarize
 from launch.supervisor import POLL_S, Failure, Service, Supervisor
 from launch.watchdog import Watchdog
 
-STOP_S = {"learner": 180.0, "rollout": 30.0, "scorer": 20.0, "buffer": 20.0}
-"""After SIGTERM, in the order in which the roles stop: the learner tells the buffer of its last checkpoint,
-and the servers give it their leases back."""
+STOP_S = {"learner": 180.0, "reference": 20.0, "rollout": 30.0, "scorer": 20.0, "buffer": 20.0}
+"""After SIGTERM, in the order in which the roles stop: the learner ends its step with the reference's answers
+and tells the buffer of its last checkpoint, and the servers give it their leases back."""
 
 
 class RunError(ValueError):
@@ -174,7 +174,11 @@ def settle(e: WholeExperiment) -> WholeExperiment:
         for name, reward in reward_models(e).items()
     }
     rollout = e.rollout.model_copy(update={"rewards": e.rollout.rewards | scorers})
-    return e.model_copy(update={"buffer": buffer, "sync": sync, "rollout": rollout})
+    learner = e.learner
+    if (of := learner.reference) is not None:
+        of = of.model_copy(update={"address": found["learner.reference.address"]})
+        learner = learner.model_copy(update={"reference": of})
+    return e.model_copy(update={"buffer": buffer, "sync": sync, "rollout": rollout, "learner": learner})
 
 
 def write_config(e: Experiment, console: Console) -> Path:
@@ -220,7 +224,7 @@ def announce(e: WholeExperiment, history: History, console: Console) -> None:
     servers = f"{e.rollout.servers} rollout server{'s' * (e.rollout.servers > 1)}"
     models = len(reward_models(e))
     scorers = f"{models} scorer{'s' * (models > 1)}, " if models else ""
-    ranks = f"{e.learner.processes} learner rank{'s' * (e.learner.processes > 1)}"
+    ranks = ", ".join(f"{n} {job} rank{'s' * (n > 1)}" for job, n in training_jobs(e).items())
     device = f"{len(visible_gpus())} GPU" if visible_gpus() else f"{len(usable_cores())} cores"
     lines = {
         "model": f"{e.model.path} · {e.model.dtype}, at most {e.model.max_length} tokens",

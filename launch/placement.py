@@ -39,7 +39,7 @@ def split_cores(cores: list[int], engines: Sequence[int], processes: int) -> Cor
     Args:
         cores: The usable cores' numbers.
         engines: Ranks of each engine on this machine, of servers and scorers; each rank gets its own cores.
-        processes: Learner ranks on this machine.
+        processes: Ranks of the learner on this machine, and of a reference beside it.
     """
     engine_ranks = sum(engines)
     share = len(cores) // 2 // engine_ranks
@@ -65,9 +65,8 @@ def visible_gpus() -> list[str]:
     return [str(i) for i in range(len(list(Path("/dev").glob("nvidia[0-9]*"))))]
 
 
-def split_gpus(gpus: list[str], engines: Sequence[int], processes: int) -> list[str] | None:
-    """CUDA_VISIBLE_DEVICES of each engine, then of the learner; None when there are too few for one each."""
-    ranks = [*engines, processes]
+def split_gpus(gpus: list[str], ranks: Sequence[int]) -> list[str] | None:
+    """CUDA_VISIBLE_DEVICES of each service of so many ranks; None when there are too few for one each."""
     if len(gpus) < sum(ranks):
         return None
     names = iter(gpus)

@@ -2,8 +2,8 @@
 
     slipstream plan CONFIG --devices 8 --device-gib 80
 
-Rank kinds: the learner's pipeline stages (global rank 0 apart, because it publishes), and the engine ranks of
-scorers and of rollout servers.
+Rank kinds: the learner's pipeline stages (global rank 0 apart, because it publishes), those of a reference on
+ranks of its own, and the engine ranks of scorers and of rollout servers.
 """
 
 from dataclasses import dataclass, field, replace
@@ -129,8 +129,10 @@ def of(experiment: WholeExperiment, family: Family, target: Target) -> Plan:
     family.check_layout(experiment.learner.parallel)
     if experiment.learner.value is not None:
         families.read(experiment.learner.value.path, "score").check_layout(experiment.learner.parallel)
+    if (reference := experiment.learner.reference) is not None:
+        family.check_layout(reference.parallel, "learner.reference.parallel")
     servers = (*_scorers(experiment, target), _server(experiment, family, target))
-    kinds = (*_learner(experiment, family, target), *servers)
+    kinds = (*_learner(experiment, family, target), *_reference(experiment, family, target), *servers)
     return Plan(experiment, family, target, kinds)
 
 
@@ -195,7 +197,7 @@ def _stage(
     held |= {"gradients": float(trained * budget.FLOAT32), "optimizer": optimizer}
     if learner.ema is not None:
         held["average (EMA)"] = sum(number * budget.FLOAT32 / sharing for number, sharing in parts)
-    if learner.algorithm.needs_reference and learner.lora is None:
+    if learner.algorithm.needs_reference and learner.lora is None and learner.reference is None:
         held["reference model"] = weights
     value = families.read(learner.value.path, "score") if learner.value is not None else None
     gathered = [budget.gathered_optimizer_bytes(parts, target.gpu)]
@@ -227,6 +229,26 @@ def _stage(
         moments["checkpoint"] = {"gathered optimizer": on_device}
         host = {"checkpoint": saved + beside} if target.gpu else {}
     return RankKind(name, ranks, held, moments, host)
+
+
+def _reference(experiment: WholeExperiment, family: Family, target: Target) -> list[RankKind]:
+    """Ranks of its own of the frozen reference, stage by stage: weights, and passes without gradients."""
+    of, machine = experiment.learner.reference, machine_of(experiment, target.gpu)
+    if of is None:
+        return []
+    layout, batch = of.parallel, micro_batch_of(experiment)
+    kinds: list[RankKind] = []
+    for stage in range(layout.pipeline):
+        last = stage == layout.pipeline - 1
+        taken = budget.forward_bytes(family, layout.tensor, last, batch, machine)
+        held = {
+            "weights": float(budget.parameters(family, layout, stage) * machine.weight_bytes),
+            "runtime (assumed)": RUNTIME_GIB["gpu" if target.gpu else "cpu"] * GIB,
+        }
+        name = f"reference stage {stage + 1} of {layout.pipeline}" if layout.pipeline > 1 else "reference"
+        moments = {"forward pass": {item: float(size) for item, size in taken.items()}}
+        kinds.append(RankKind(name, of.processes // layout.pipeline, held, moments))
+    return kinds
 
 
 def _optimizers(family: Family, learner: LearnerConfig, stage: int) -> list[tuple[int, int]]:

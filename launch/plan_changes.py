@@ -127,14 +127,16 @@ def _devices(plan: Plan) -> list[str]:
         return []
     engine, learner = plan.experiment.rollout.engine, plan.experiment.learner.processes
     each = engine.tensor_parallel * engine.pipeline_parallel
-    scorers = sum(kind.ranks for kind in _kinds(plan, "scorer"))
-    servers = (there - learner - scorers) // each
+    parts = {"the learner": learner}
+    for name, part in (("the reference", "reference"), ("the scorers", "scorer")):
+        if ranks := sum(kind.ranks for kind in _kinds(plan, part)):
+            parts[name] = ranks
+    servers = (there - sum(parts.values())) // each
     if servers >= 1:
         return [f"devices: set rollout.servers={servers}, or take {plan.devices} devices"]
-    needs = f"{learner} for the learner and {each} for one server"
-    if scorers:
-        needs = f"{learner} for the learner, {scorers} for the scorers and {each} for one server"
-    return [f"devices: take {learner + scorers + each} at least, {needs}"]
+    needs = ", ".join(f"{ranks} for {name}" for name, ranks in parts.items())
+    least = sum(parts.values()) + each
+    return [f"devices: take {least} at least, {needs} and {each} for one server"]
 
 
 def _text(value: Any) -> str:

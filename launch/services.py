@@ -10,13 +10,17 @@ from launch.placement import split_cores, split_gpus, usable_cores, visible_gpus
 from launch.supervisor import Service
 from rollout.config import EngineConfig
 
+JOBS = {"learner": ("learner", "learner"), "reference": ("learner.reference", "learner.reference")}
+"""Service → its module and its section, of those that torchrun starts."""
+
 
 def plan_services(e: WholeExperiment, config: Path) -> list[Service]:
     """The processes to start, with their shares of cores and GPUs."""
     engines = _engines(e)
-    cores = split_cores(usable_cores(), [engine.ranks for engine in engines], e.learner.processes)
+    jobs = training_jobs(e)
+    cores = split_cores(usable_cores(), [engine.ranks for engine in engines], sum(jobs.values()))
     shares = gpu_shares(e)
-    visible = [{"CUDA_VISIBLE_DEVICES": s} for s in shares] if shares else [{}] * (len(engines) + 1)
+    visible = [{"CUDA_VISIBLE_DEVICES": s} for s in shares or []] or [{}] * (len(engines) + len(jobs))
     nowhere = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     services = [Service("buffer", "buffer", _python("buffer", config), nowhere)]
     for engine, bind, environment in zip(engines, cores.engines, visible, strict=False):
@@ -24,7 +28,11 @@ def plan_services(e: WholeExperiment, config: Path) -> list[Service]:
         if bind and engine.config.cores is None and not visible_gpus():
             command.append(f"{engine.key}.cores={bind}")
         services.append(Service(engine.service, engine.role, command, environment))
-    return [*services, _learner(e, config, cores.learner_threads, visible[-1])]
+    if (reference := e.learner.reference) is not None:
+        threads = reference.threads or cores.learner_threads
+        services.append(_job("reference", config, reference.processes, threads, visible[-2]))
+    threads = e.learner.threads or cores.learner_threads
+    return [*services, _job("learner", config, e.learner.processes, threads, visible[-1])]
 
 
 @dataclass(frozen=True)
@@ -56,19 +64,27 @@ def _engines(e: WholeExperiment) -> list[Engine]:
     return servers + scorers
 
 
+def training_jobs(e: WholeExperiment) -> dict[str, int]:
+    """Ranks of each torchrun job here, the learner last."""
+    of = e.learner.reference
+    return ({} if of is None else {"reference": of.processes}) | {"learner": e.learner.processes}
+
+
 def gpu_shares(e: WholeExperiment) -> list[str] | None:
-    """CUDA_VISIBLE_DEVICES of each engine, then of the learner; None when there are too few GPUs for that."""
-    return split_gpus(visible_gpus(), [engine.ranks for engine in _engines(e)], e.learner.processes)
+    """CUDA_VISIBLE_DEVICES of each engine, then of the reference's ranks, if it has its own, and of the
+    learner; None when there are too few GPUs for that."""
+    return split_gpus(visible_gpus(), [*(engine.ranks for engine in _engines(e)), *training_jobs(e).values()])
 
 
-def _learner(e: WholeExperiment, config: Path, share: int, environment: dict[str, str]) -> Service:
-    threads = e.learner.threads or share
+def _job(name: str, config: Path, processes: int, threads: int, environment: dict[str, str]) -> Service:
+    """A torchrun job of the learner's code."""
+    module, section = JOBS[name]
     overrides: list[str] = []
     if not visible_gpus():
-        overrides = [f"learner.threads={threads}"]
+        overrides = [f"{section}.threads={threads}"]
         environment = environment | COMPUTING_ENVIRONMENT | {"OMP_NUM_THREADS": str(threads)}
-    command = [*torchrun(e.learner.processes), "learner", str(config), *overrides]
-    return Service("learner", "learner", command, environment, stop_signal_to="children")
+    command = [*torchrun(processes), module, str(config), *overrides]
+    return Service(name, name, command, environment, stop_signal_to="children")
 
 
 def torchrun(processes: int) -> list[str]:

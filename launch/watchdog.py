@@ -85,6 +85,8 @@ def diagnosis(experiment: WholeExperiment, history: History, now: float) -> Iter
     for name, lines in history.servers.items():
         if lines:
             yield _of_server(name, lines[-1], buffer, now)
+    if experiment.learner.reference is not None:
+        yield _of_reference(history.reference, now)
     step = max(history.steps, default=None)
     made = "no step yet" if step is None else f"step {step}, {_age(history.steps[step], now)} ago"
     yield f"learner: made {made}"
@@ -117,6 +119,16 @@ def _of_server(name: str, line: Record, buffer: Record | None, now: float) -> st
         return f"{name}: has {groups} groups in hand, with version {version}, and finishes none"
     why = "of which none may be granted now" if buffer and not buffer.get("room") else "and gets none"
     return f"{name}: waits for leases, {why}; it has version {version}"
+
+
+def _of_reference(lines: list[Record], now: float) -> str:
+    if not lines:
+        return "the reference has not come up"
+    if _silent(lines[-1], now):
+        return f"reference: has told nothing for {_age(lines[-1], now)}; it hangs, or its host is gone"
+    if in_hand := lines[-1].get("in_hand", 0):
+        return f"reference: has {in_hand} micro-batches of the learner's in hand"
+    return "reference: waits for the learner"
 
 
 def _silent(line: Record, now: float) -> bool:

@@ -236,6 +236,20 @@ def output_bytes(
     return inputs + logits, widened + max(forward, backward)
 
 
+def forward_bytes(
+    family: Family, tensor: int, last_stage: bool, batch: MicroBatch, machine: Machine
+) -> dict[str, int]:
+    """What a rank of a frozen model takes at the fullest moment of a pass: one layer with all that it makes,
+    or, on the last stage, one chunk of logits and its exponentials beside the hidden states."""
+    passing = {"a layer": layer_activations(family, tensor, batch, machine)}
+    rows = -(-family.vocab // tensor)
+    chunk = min(batch.targets, max(1, CHUNK_NUMBERS // rows)) * rows
+    hidden = (batch.tokens + batch.targets) * family.hidden * machine.compute_bytes
+    widened = rows * family.hidden * machine.compute_bytes * (machine.compute_bytes != machine.weight_bytes)
+    output = {"work on logits": 2 * chunk * FLOAT32 + hidden + widened} if last_stage else {}
+    return max(output, passing, key=lambda part: sum(part.values()))
+
+
 def kept_activations(
     family: Family, learner: LearnerConfig, stage: int, batch: MicroBatch, machine: Machine
 ) -> dict[str, int]:

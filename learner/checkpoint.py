@@ -46,6 +46,10 @@ class Setup:
     """The checkpoint that the weights were first read from; None: the model's folder."""
     value_model: str | None = None
     """Folder that the value model started from, if there is one."""
+    start: str | None = None
+    """Fingerprint of the weights that the run started from; None where nobody asks."""
+    needs_start: bool = False
+    """Whether the run still looks at those weights: in its reference, or below its adapters."""
 
 
 class CheckpointNotWritten(OSError):
@@ -180,6 +184,16 @@ class Checkpoints:
             raise ValueError(
                 f"{path}: written with learner.lora={_told(meta.get('lora'))}, this run has "
                 f"{_told(self._setup.lora)}; set it back, or start again in another run_dir"
+            )
+        if (
+            self._setup.needs_start
+            and self._setup.start
+            and meta.get("start") not in (None, self._setup.start)
+        ):
+            where = self._setup.init_from or self._setup.model
+            raise ValueError(
+                f"{path}: its run started from other weights than {where} has now, and still measures from "
+                "them; bring them back, or start again in another run_dir"
             )
         if meta["config_digest"] != self._setup.config_digest and parallel.rank() == 0:
             logger.warning("%s was written under another configuration; this run's is used", path)

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from buffer.groups import Frame
 from learner import parallel
 
 DIGEST_BYTES = 16
@@ -85,14 +86,29 @@ def broadcast_numbers(values: Sequence[int]) -> list[int]:
     return tensor.tolist()
 
 
-def broadcast_frames(frames: Sequence[bytes | memoryview] | None, source: int) -> list[bytes]:
-    """Bytes of the model copy's source rank, on all ranks of the copy.
+def max_over_world(values: Sequence[int]) -> list[int]:
+    """The largest of every rank's integers, on every rank; all give equally many."""
+    tensor = torch.tensor(values, dtype=torch.int64)
+    dist.all_reduce(tensor, dist.ReduceOp.MAX)
+    return tensor.tolist()
+
+
+def sum_on_first(mine: torch.Tensor) -> torch.Tensor:
+    """The sums of every rank's float32 numbers [n], on global rank 0; elsewhere of no meaning."""
+    dist.reduce(mine, 0)
+    return mine
+
+
+def broadcast_frames(
+    frames: Sequence[Frame] | None, source: int, group: dist.ProcessGroup | None
+) -> list[bytes]:
+    """Bytes of one rank, on all ranks of a group.
 
     Args:
         frames: On the source, what to send; None elsewhere.
         source: Its global rank.
+        group: None is every rank.
     """
-    group = parallel.model_parallel_group()
     count = torch.tensor([0 if frames is None else len(frames)])
     dist.broadcast(count, source, group)
     sizes = torch.zeros(int(count), dtype=torch.int64)

@@ -17,6 +17,8 @@ from buffer.experiment import (
 )
 from learner.algorithm import AlgorithmConfig
 from learner.correction_config import changed
+from learner.layout_config import ParallelConfig as ParallelConfig
+from learner.layout_config import ReferenceConfig as ReferenceConfig
 from sync.config import SyncConfig
 
 INTERPOLATED_STALENESS = 10
@@ -24,18 +26,6 @@ INTERPOLATED_STALENESS = 10
 
 DATA_END = "data_end.json"
 """Written into the folder of a run whose data ended before its last step: {"step": how many were made}."""
-
-
-class ParallelConfig(Section):
-    """Megatron's layout; the data-parallel size is what is left of the world size."""
-
-    tensor: int = Field(default=1, ge=1)
-    pipeline: int = Field(default=1, ge=1)
-    expert: int = Field(default=1, ge=1)
-    """Ranks that share the experts of a layer, each holding its own whole; they are neighbours among the
-    tensor- and data-parallel ranks of a pipeline stage."""
-    distributed_optimizer: bool = False
-    """Shard optimizer state over the data-parallel ranks (ZeRO-1)."""
 
 
 class OptimizerConfig(Section):
@@ -184,17 +174,7 @@ class TrainingConfig(Section):
 
     @model_validator(mode="after")
     def _layout_fits(self) -> Self:
-        cells = self.parallel.tensor * self.parallel.pipeline
-        if self.processes % cells:
-            raise ValueError(
-                f"processes {self.processes} is not a multiple of tensor · pipeline = {cells}; "
-                f"set learner.processes={cells} or change learner.parallel"
-            )
-        if self.processes // self.parallel.pipeline % self.parallel.expert:
-            raise ValueError(
-                f"a pipeline stage's {self.processes // self.parallel.pipeline} ranks are not a multiple of "
-                f"parallel.expert = {self.parallel.expert}; change processes or learner.parallel"
-            )
+        self.parallel.check(self.processes, "learner")
         return self
 
 
@@ -219,6 +199,8 @@ class LearnerConfig(TrainingConfig):
     """Of advantage gae, and of it alone."""
     ptx: PtxConfig | None = None
     """null mixes no text in."""
+    reference: ReferenceConfig | None = None
+    """null keeps the frozen reference, where there is one, on the learner's own ranks and in their layout."""
 
     @property
     def proximal_pass(self) -> bool:
@@ -254,6 +236,22 @@ class LearnerConfig(TrainingConfig):
     def _has_one_loop(self) -> Self:
         if self.idle_s is not None and self.loop is not None:
             raise ValueError("idle_s sleeps in the place of the loop, so loop would do nothing; remove one")
+        return self
+
+    @model_validator(mode="after")
+    def _has_a_reference_to_place(self) -> Self:
+        if self.reference is None:
+            return self
+        if self.lora is not None:
+            raise ValueError(
+                "with lora the reference is the policy's own frozen weights, with the adapters switched off, "
+                "and takes no memory; remove reference"
+            )
+        if not self.algorithm.needs_reference:
+            raise ValueError(
+                "algorithm has no reference (kl.coefficient is 0 and loss is not dpo), so reference would "
+                "do nothing; remove it, or set kl.coefficient"
+            )
         return self
 
     @model_validator(mode="after")

@@ -2,23 +2,24 @@
 
     buffer ──batch(index, dp_rank, dp_size)──▶ source rank of each model copy ──raw bytes──▶ its other ranks
 
-The asyncio client lives on a thread of its own, so that a slow buffer never holds up a collective.
+The asyncio client lives on a thread of its own (`learner/line.py`), so that a slow buffer never holds up a
+collective.
 """
 
 import asyncio
 import enum
 import logging
-import threading
 import time
-from collections.abc import Callable, Coroutine
-from concurrent.futures import Future, wait
-from typing import Any, Protocol, TypeVar
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, Protocol
 
 from buffer.errors import DataExhausted, Refusal
 from buffer.fields import pack, unpack
 from buffer.groups import decode_group, encode_group
 from buffer.records import Batch, Group
 from learner import collectives, parallel
+from learner.line import Line, done_within
 
 logger = logging.getLogger(__name__)
 
@@ -32,8 +33,6 @@ FIRST_WORD_S = 30.0
 
 OVER_POLL_S = 0.5
 """How often the buffer is asked whether the run is over; it stays a few seconds after that."""
-
-T = TypeVar("T")
 
 
 class BatchSource(Protocol):
@@ -60,38 +59,7 @@ class NoBatch(RuntimeError):
     """No batch came within the deadline, or none can ever come."""
 
 
-class BufferLine:
-    """The buffer's client on a thread of its own; calls from any thread. A context manager."""
-
-    def __init__(self, connect: Callable[[], Any]) -> None:
-        """Args:
-        connect: Makes the client, an async context manager, on the line's thread.
-        """
-        self._connect = connect
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="buffer-line", daemon=True)
-        self._client: Any = None
-
-    def __enter__(self) -> "BufferLine":
-        self._thread.start()
-        self._client = self._submit(self._open()).result()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._submit(self._client.__aexit__(None, None, None)).result()
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
-
-    async def _open(self) -> Any:
-        return await self._connect().__aenter__()
-
-    def _submit(self, work: Coroutine[Any, Any, T]) -> "Future[T]":
-        return asyncio.run_coroutine_threadsafe(work, self._loop)
-
-    def ask(self, question: Callable[[BatchSource], Coroutine[Any, Any, T]]) -> "Future[T]":
-        """Start a question; its answer or its error comes with the future."""
-        return self._submit(question(self._client))
+BufferLine = Line[BatchSource]
 
 
 class Feed:
@@ -175,7 +143,7 @@ class Feed:
         command = wanted()
         if command is not Command.WAIT:
             return command
-        if _done_within(asked, TICK_S):
+        if done_within(asked, TICK_S):
             error = asked.exception()
             if isinstance(error, DataExhausted):
                 logger.info("the data is used up: %s", error)
@@ -190,7 +158,7 @@ class Feed:
     def _diagnosis(self) -> str:
         assert self._line is not None
         status = self._line.ask(lambda buffer: buffer.status())
-        if not _done_within(status, 5.0) or status.exception() is not None:
+        if not done_within(status, 5.0) or status.exception() is not None:
             return "the buffer does not answer; is it running at buffer.address?"
         told = status.result()
         facts = ", ".join(f"{k} {v}" for k, v in told.items() if isinstance(v, int | float))
@@ -212,18 +180,15 @@ class Feed:
         if self._line is not None:
             # The batch is assembled by now: rank 0 has its shard of it.
             future = asked or self._ask(index)
-            if not _done_within(future, self._timeout_s):
+            if not done_within(future, self._timeout_s):
                 raise NoBatch(f"rank {parallel.rank()}: its shard of batch {index} did not come")
             _raise_as_no_batch(future.exception(), f"no batch {index}")
             batch = future.result()
             if parallel.tp_size() * parallel.pp_size() == 1:
                 return batch
             frames = encode_batch(batch)
-        return decode_batch(collectives.broadcast_frames(frames, parallel.model_parallel_source()))
-
-
-def _done_within(future: "Future[Any]", timeout_s: float) -> bool:
-    return bool(wait([future], timeout_s).done)
+        source, group = parallel.model_parallel_source(), parallel.model_parallel_group()
+        return decode_batch(collectives.broadcast_frames(frames, source, group))
 
 
 def _raise_as_no_batch(error: BaseException | None, what: str) -> None:

@@ -48,6 +48,8 @@ class Flow:
         self._stop = stop
         self._schedule = CheckpointSchedule(experiment.learner.checkpoint)
         self._saved = version
+        self._unpublished = False
+        """Whether something was trained since the last version."""
         self._frontier = 0
         self.interrupted = False
         """Whether the batches ended because of a signal."""
@@ -97,12 +99,15 @@ class Flow:
         Raises:
             ValueError: A reward or logprob that is not finite, or a malformed trajectory, with its place.
         """
-        return self.updater.update(batch)
+        report = self.updater.update(batch)
+        self._unpublished = True
+        return report
 
     def publish(self) -> None:
         """Make the next version of what was trained, and send it to every server; they load it in the
         background, while this trains on."""
         self.version += 1
+        self._unpublished = False
         if self.version >= self._frontier:
             with self._reporter.timed("wait_loaded"):
                 self._publishing.settle()
@@ -125,9 +130,13 @@ class Flow:
         """Write the step's line of metrics, with more numbers of one's own."""
         self._reporter.write(self.version, batch, report, self._publishing.last, numbers)
 
+    def abandon(self) -> None:
+        """The batches ended within one: what was trained of it is of no version."""
+        self.interrupted = True
+
     def close(self) -> None:
-        """See to it that a checkpoint holds the last version."""
-        if self._saved != self.version:
+        """See to it that a checkpoint holds the last version, unless the weights are another already."""
+        if self._saved != self.version and not self._unpublished:
             self.save()
 
     def finish(self) -> None:

@@ -85,6 +85,8 @@ class StepReport:
     """Those without a pair, under online DPO."""
     forward_backward_seconds: float = 0.0
     optimizer_seconds: float = 0.0
+    reference_seconds: float | None = None
+    """Within the seconds of forward and backward passes; None without a reference."""
 
     def add(self, sums: dict[str, float], grad_norm: float, made: bool) -> None:
         for name, value in sums.items():
@@ -126,6 +128,7 @@ class StepReport:
             "cap_fraction": mean.get("capped", 0.0),
             "time/forward_backward": self.forward_backward_seconds,
             "time/optimizer": self.optimizer_seconds,
+            **({"time/reference": self.reference_seconds} if self.reference_seconds is not None else {}),
             **(self.value.row() if self.value is not None else {}),
             **(self.ptx.row() if self.ptx is not None else {}),
             **(pair_row(of, self.tied_groups, self.beta) if self.beta is not None else {}),

@@ -17,7 +17,9 @@ from learner.config import ParallelConfig
 _export_group: dist.ProcessGroup | None = None
 
 
-def initialize(parallel: ParallelConfig, seed: int = 1, timeout_s: float = 1800.0) -> None:
+def initialize(
+    parallel: ParallelConfig, seed: int = 1, timeout_s: float = 1800.0, key: str = "learner.parallel"
+) -> None:
     """Start the processes' groups and random generators. Collective.
 
     Args:
@@ -25,6 +27,7 @@ def initialize(parallel: ParallelConfig, seed: int = 1, timeout_s: float = 1800.
             parallel.
         seed: Of the generators; tensor-parallel ranks get distinct streams from it.
         timeout_s: Longest wait in any collective before the process fails.
+        key: The layout's section, for messages.
 
     Raises:
         ValueError: The world size is not a multiple of tensor · pipeline, or a stage's of the expert size.
@@ -34,12 +37,12 @@ def initialize(parallel: ParallelConfig, seed: int = 1, timeout_s: float = 1800.
     cells = parallel.tensor * parallel.pipeline
     if world % cells:
         raise ValueError(
-            f"learner.parallel: {world} processes are not a multiple of tensor · pipeline = {cells}; "
+            f"{key}: {world} processes are not a multiple of tensor · pipeline = {cells}; "
             f"start {cells} or a multiple (torchrun --nproc-per-node)"
         )
     if world // parallel.pipeline % parallel.expert:
         raise ValueError(
-            f"learner.parallel: a pipeline stage's {world // parallel.pipeline} processes are not a multiple "
+            f"{key}: a pipeline stage's {world // parallel.pipeline} processes are not a multiple "
             f"of expert = {parallel.expert}"
         )
     if not torch.cuda.is_available():

@@ -4,7 +4,7 @@ Called by `learner/step.py` on every rank with its data-parallel shard; collecti
 """
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import astuple, dataclass, replace
 
 import numpy as np
@@ -28,6 +28,9 @@ class Part:
     total: Denominators
     ranking: Ranking
     """Of what `sequence_index` counts, on this rank's device."""
+    reference: Iterator[Tensor] | None = None
+    """log π_ref of each micro-batch, in their order, as `ReferenceModel.ask` gives them; None where no loss
+    looks at it."""
 
     def fill(self, name: str, found: Sequence[Tensor]) -> None:
         """Put what a model found into that field of every micro-batch; nothing but on the last stage."""

@@ -83,7 +83,9 @@ def run_schedule(
         )
 
 
-def target_logprobs(model: Any, micro_batches: Sequence[Layout], temperature: float = 1.0) -> list[Tensor]:
+def target_logprobs(
+    model: Any, micro_batches: Sequence[Layout], temperature: float | Sequence[float] = 1.0
+) -> list[Tensor]:
     """log π of every micro-batch's targets, float32 [N] each, without gradients; on the last stage only."""
 
     def keep(batch: Layout, output: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:

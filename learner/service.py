@@ -25,16 +25,20 @@ from learner.config import DATA_END, LearnerConfig, LearnerExperiment, LoraConfi
 from learner.critic import Critic
 from learner.feed import BufferLine, Feed, NoBatch
 from learner.flow import Flow
+from learner.line import Line
 from learner.loop import train
 from learner.metrics import Journal
 from learner.offline.config import OfflineExperiment
 from learner.optimizer import Trainable, make_trainable, prepare_schedule
 from learner.ptx import Texts
 from learner.publishing import Publishing, WeightSender
-from learner.reference import Reference
+from learner.reference.client import ReferenceClient
+from learner.reference.fingerprint import fingerprint
+from learner.reference.local import Reference, ReferenceModel
+from learner.reference.ranks import ReferenceRanks, asks
 from learner.reporting import Reporter
 from learner.step import Updater
-from learner.stop import StopFlag
+from learner.stop import Abandoned, StopFlag
 from sync.errors import SyncError
 from sync.publisher import Publisher
 
@@ -70,7 +74,11 @@ def serve(experiment: LearnerExperiment, connect: Connect, open_sender: OpenSend
         loop = _own_functions(experiment.learner)
         flow = _assemble(experiment, stop, connect, open_sender, stack)
         flow.open()
-        loop(flow)
+        try:
+            loop(flow)
+        except Abandoned as why:
+            logger.info("%s", why)
+            flow.abandon()
         flow.close()
         if flow.interrupted:
             logger.info("stopped after step %d: the same command goes on from there", flow.version)
@@ -133,8 +141,11 @@ def _assemble(
     policy = _build(experiment, learner.lora)
     trainable = make_trainable(policy, learner.optimizer, learner.parallel, learner.ema)
     critic = _critic(experiment, trainable)
-    updater = Updater(experiment, trainable, _reference(experiment, trainable), critic, texts)
-    checkpoints = Checkpoints(run_dir, learner.checkpoint.keep, checkpoint_setup(experiment))
+    weights = fingerprint(experiment.model, learner.init_from)
+    reference = _reference(experiment, trainable, weights, stop, stack)
+    updater = Updater(experiment, trainable, reference, critic, texts)
+    setup = checkpoint_setup(experiment, weights)
+    checkpoints = Checkpoints(run_dir, learner.checkpoint.keep, setup)
     version = checkpoints.resume(trainable, updater.value_trainable)
     if version:
         updater.restore(checkpoints.position(version))
@@ -200,11 +211,23 @@ def _build(experiment: LearnerExperiment, adapters: LoraConfig | None = None) ->
     )
 
 
-def _reference(experiment: LearnerExperiment, policy: Trainable) -> Reference | None:
-    """The initial policy, frozen; None when the loss does not look at it."""
+def _reference(
+    experiment: LearnerExperiment, policy: Trainable, weights: str, stop: StopFlag, stack: ExitStack
+) -> ReferenceModel | None:
+    """The initial policy, frozen, here or on ranks of its own; None when the loss does not look at it."""
+    of = experiment.learner.reference
     if not experiment.learner.algorithm.needs_reference:
         return None
-    return reference_of(policy, experiment.learner, lambda: _build(experiment))
+    if of is None:
+        return reference_of(policy, experiment.learner, lambda: _build(experiment))
+
+    def connect() -> ReferenceClient:
+        keys = client_keys(experiment.security.keys, "learner", "reference")
+        name = f"learner-{parallel.dp_rank()}"
+        return ReferenceClient(of.address, experiment.name, weights, name, of.timeout_s, keys)
+
+    line = stack.enter_context(Line[ReferenceClient](connect)) if asks() else None
+    return ReferenceRanks(line, lambda: stop.is_set)
 
 
 def reference_of(policy: Trainable, learner: TrainingConfig, build: Callable[[], Any]) -> Reference:
@@ -253,9 +276,16 @@ def export(experiment: LearnerExperiment | OfflineExperiment, trainable: Trainab
             convert.save_hf(model, source, run_dir / "ema_model")
 
 
-def checkpoint_setup(experiment: LearnerExperiment | OfflineExperiment) -> Setup:
-    """What this run's checkpoints agree with."""
+def checkpoint_setup(experiment: LearnerExperiment | OfflineExperiment, start: str | None = None) -> Setup:
+    """What this run's checkpoints agree with.
+
+    Args:
+        start: Fingerprint of the weights that the run starts from, where a resume is to compare them.
+    """
     learner = experiment.learner
+    needs_start = learner.lora is not None
+    if isinstance(learner, LearnerConfig):
+        needs_start = needs_start or learner.algorithm.needs_reference
     layout = learner.parallel
     told = experiment.model_dump_json(include={"model", "data", "stage", "buffer", "learner", "seed"})
     return Setup(
@@ -270,6 +300,8 @@ def checkpoint_setup(experiment: LearnerExperiment | OfflineExperiment) -> Setup
         lora=learner.lora.model_dump(mode="json") if learner.lora is not None else None,
         init_from=learner.init_from,
         value_model=learner.value.path if isinstance(learner, LearnerConfig) and learner.value else None,
+        start=start,
+        needs_start=needs_start,
     )
 
 

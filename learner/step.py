@@ -6,9 +6,7 @@ model copy (tensor and pipeline) hold the same shard and so make the same micro-
 
 import math
 import time
-from collections.abc import Callable
 from dataclasses import astuple, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -29,7 +27,7 @@ from learner.packing import MicroBatch
 from learner.parts import Part, parts_of
 from learner.passes import reduce_sums, run_schedule, target_logprobs
 from learner.ptx import TextPart, TextReport, Texts
-from learner.reference import Reference
+from learner.reference.local import ReferenceModel
 from learner.returns import gae, token_moments, token_rewards, vtrace, whiten
 
 
@@ -40,7 +38,7 @@ class Updater:
         self,
         experiment: LearnerExperiment,
         trainable: Trainable,
-        reference: Reference | None,
+        reference: ReferenceModel | None,
         critic: Critic | None = None,
         texts: Texts | None = None,
     ) -> None:
@@ -110,18 +108,21 @@ class Updater:
                 self._critic.update(part.micro_batches, part.total, report.value)
             started = time.perf_counter()
         self._move_coefficient(report)
+        if self._reference is not None:
+            report.reference_seconds = self._reference.seconds()
         return report
 
     def _fill_logprobs(self, parts: list[Part]) -> None:
-        """Those of the reference and of the proximal policy, where they are needed before the updates."""
-        found: dict[str, Callable[..., list[Tensor]]] = {}
+        """Those of the reference are asked for; those of the proximal policy found, where they are needed
+        before the updates."""
         if self._reference is not None:
-            found["reference_logprobs"] = self._reference.logprobs
+            asked = self._reference.ask([part.micro_batches for part in parts], self._temperature)
+            for part, logprobs in zip(parts, asked, strict=True):
+                part.reference = logprobs
         if self._experiment.learner.proximal_pass:
-            found["proximal_logprobs"] = partial(target_logprobs, self._trainable.model)
-        for name, logprobs in found.items():
             for part in parts:
-                part.fill(name, logprobs(part.micro_batches, self._temperature))
+                found = target_logprobs(self._trainable.model, part.micro_batches, self._temperature)
+                part.fill("proximal_logprobs", found)
 
     def _prepare(self, part: Part, index: int, progress: float) -> None:
         """What correction and loss have to know of the global batch before this optimizer step.
@@ -155,6 +156,9 @@ class Updater:
                 part.fill("old_values", self._critic.values(part.micro_batches))
         if parallel.is_last_stage():
             for part in parts:
+                if part.reference is not None:
+                    part.fill("reference_logprobs", list(part.reference))
+                    part.reference = None
                 part.micro_batches = [self._estimated(m, part.ranking.rewards) for m in part.micro_batches]
         all_of_them = [m for part in parts for m in part.micro_batches]
         found = [token_moments((m.advantages, m.weights) for m in all_of_them)]
@@ -218,6 +222,8 @@ class Updater:
         def measure(batch: Any, output: tuple[Tensor, Tensor]) -> tuple[Tensor, Metrics]:
             if self._texts is not None and isinstance(batch, ExampleBatch):
                 return self._texts.objective(output[0], batch, mixed)
+            if part.reference is not None:
+                batch = replace(batch, reference_logprobs=next(part.reference))
             if self._compares_pairs:
                 return pair_objective(*output, batch, self._algorithm, part.total, part.ranking)
             return objective(*output, batch, self._algorithm, part.total, in_loss)

@@ -11,10 +11,18 @@ FORCE_AFTER_S = 3.0
 """A terminal's Ctrl-C reaches a rank twice at once, by itself and by torchrun; only a later one is meant."""
 
 
+class Abandoned(Exception):
+    """The job was told to stop while it waited for what the step could not do without."""
+
+
 class StopFlag:
     """Set by the first SIGINT or SIGTERM; another one, some seconds later, ends the process at once."""
 
-    def __init__(self) -> None:
+    def __init__(self, what: str = "stopping after this step, with a checkpoint") -> None:
+        """Args:
+        what: What is done then, for the log.
+        """
+        self._what = what
         self._since: float | None = None
 
     @property
@@ -29,7 +37,7 @@ class StopFlag:
         now = time.monotonic()
         if self._since is None:
             self._since = now
-            logger.info("%s: stopping after this step, with a checkpoint", signal.Signals(number).name)
+            logger.info("%s: %s", signal.Signals(number).name, self._what)
         elif now - self._since > FORCE_AFTER_S:
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)

@@ -16,7 +16,7 @@ from learner.offline.packing import ExampleBatch, empty, pack
 from learner.offline.stages import Row, Stage
 from learner.optimizer import Trainable, learning_rate, set_rates
 from learner.passes import equal_counts, reduce_sums, run_schedule
-from learner.reference import Reference
+from learner.reference.local import Reference
 
 
 @dataclass(frozen=True, slots=True)

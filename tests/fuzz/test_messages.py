@@ -13,6 +13,7 @@ from buffer.client import _batch
 from buffer.errors import BadMessage, Refusal
 from buffer.records import Lease, Prompt
 from learner.feed import decode_batch, encode_batch
+from learner.reference import wire as reference_wire
 from rollout.scorer import wire as scorer_wire
 from sync import wire as sync_wire
 from sync.manifest import Manifest
@@ -21,7 +22,9 @@ KIB = 4096
 """Far above what any of these small messages may take."""
 
 
-@fuzzed(150, messages(*REQUESTS), st.sampled_from([None, "learner", "rollout", "scorer", "nobody"]))
+@fuzzed(
+    150, messages(*REQUESTS), st.sampled_from([None, "learner", "rollout", "scorer", "reference", "nobody"])
+)
 def test_buffer_requests(raw, key):
     with within(KIB):
         assert len(wire.request_id_of(raw)) <= 64
@@ -178,6 +181,63 @@ def test_scorer_replies(raw):
                 pass
 
 
+SERVED = reference_wire.Served("run", "weights", 16, 9)
+REFERENCE = [
+    reference_wire.encode_request(reference_wire.Request("id", "run", "weights", "name", work))
+    for work in (
+        None,
+        reference_wire.Work(
+            ((2, 1, 2), (1, 1)),
+            np.arange(7, dtype=np.int32),
+            np.array([1, 1, 5], np.int32),
+            np.array([2, 3, 6], np.int32),
+            0.7,
+        ),
+    )
+]
+REFERENCE_TREES = [msgpack.unpackb(bytes(frames[0])) for frames in REFERENCE]
+reference_frames = st.one_of(
+    st.just(REFERENCE[1][1:]),
+    st.tuples(*(damaged(bytes(frame)) for frame in REFERENCE[1][1:])),
+    st.lists(st.one_of(st.binary(max_size=9), st.just(b"\1\0\0\0")), max_size=4),
+)
+
+
+@fuzzed(100, messages(*REFERENCE_TREES), reference_frames)
+def test_reference_requests(raw, frames):
+    with within(KIB):
+        assert len(reference_wire.request_id_of(raw)) <= 64
+        try:
+            request = reference_wire.decode_request([raw, *frames], SERVED)
+        except Refusal:
+            return
+    assert (request.run_id, request.weights) == ("run", "weights")
+    if (work := request.work) is not None:
+        assert len(work.token_ids) == sum(map(sum, work.segments)) <= 16
+        assert 0 <= work.target_positions.min() <= work.target_positions.max() < len(work.token_ids)
+        assert len(work.target_positions) == len(work.target_ids)
+        for ids in (work.token_ids, work.target_ids):
+            assert 0 <= ids.min() <= ids.max() < 9
+        assert work.temperature > 0
+
+
+REFERENCE_REPLIES = [
+    msgpack.unpackb(reference_wire.encode_reply("id")),
+    msgpack.unpackb(reference_wire.encode_refusal("id", BadMessage("why"))),
+]
+
+
+@fuzzed(30, messages(*REFERENCE_REPLIES), st.lists(st.binary(max_size=12), max_size=2))
+def test_reference_replies(raw, frames):
+    with within(KIB):
+        try:
+            _, reply = reference_wire.decode_reply(raw)
+            reference_wire.raise_if_refused(reply)
+            assert len(reference_wire.decode_logprobs(frames, 2)) == 2
+        except Refusal:
+            pass
+
+
 def test_a_header_that_would_unpack_into_gigabytes_is_refused_first():
     """A byte of msgpack may be an empty mapping of 64."""
     raw = b"\xdd" + (5 << 20).to_bytes(4, "big") + b"\x80" * (5 << 20)
@@ -194,5 +254,7 @@ def test_what_is_good_is_read():
     assert len(wire.decode_leases(REPLIES[0])) == 2
     for header, frames in zip(SCORER, ([], [b"\1\0\0\0"], []), strict=True):
         assert scorer_wire.decode_request([packed(header), *frames], "run", "helpful").reward == "helpful"
+    for frames in REFERENCE:
+        assert reference_wire.decode_request(frames, SERVED).request_id == "id"
     batch = _batch(REPLIES[-1], [memoryview(META), memoryview(ARRAYS)])
     assert decode_batch([bytes(f) for f in encode_batch(batch)]).shares == {"tokens": 3}

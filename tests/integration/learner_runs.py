@@ -16,6 +16,8 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
+from learner.config import LearnerExperiment
+
 PROGRAM = Path(__file__).with_name("scripted_learner.py")
 STEPS = 4
 COMPARED = (
@@ -71,6 +73,10 @@ class Run:
         return {"config": str(config), "out": str(self.folder / "out"), "options": self.options}
 
     @property
+    def parsed(self):
+        return LearnerExperiment.model_validate(self.experiment)
+
+    @property
     def rows(self):
         return [json.loads(line) for line in (self.folder / "run/metrics.jsonl").read_text().splitlines()]
 
@@ -94,22 +100,29 @@ class Run:
 
 def learn(ranks: int, runs: list[Run], killed: bool = False) -> None:
     """Make the runs one after the other in one start of so many processes."""
+    started = begin(ranks, runs)
+    try:
+        told, _ = started.communicate(timeout=240)
+    finally:
+        started.kill()
+    assert (started.returncode != 0) == killed, told[-6000:]
+
+
+def begin(ranks: int, runs: list[Run]) -> "subprocess.Popen[str]":
+    """As `learn`, without waiting for it."""
     jobs = runs[0].folder / f"jobs-{len(runs)}.json"
     described = [run.job() for run in runs]
     jobs.write_text(json.dumps(described))
     start = [sys.executable]
     if ranks > 1:
         start += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    done = subprocess.run(
+    return subprocess.Popen(
         [*start, str(PROGRAM), str(jobs)],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=240,
-        check=False,
     )
-    assert (done.returncode != 0) == killed, done.stdout[-6000:]
 
 
 def assert_same(got: Run, expected: Run, rel: float) -> None:

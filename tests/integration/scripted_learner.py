@@ -6,7 +6,8 @@
 `options`. `out` gets what was published last (safetensors), what the buffer was told in which order, and the
 logs. At batch `kill_at` a rank kills itself with SIGKILL, at `stop_at` with SIGTERM, at `ends_at` the data
 ends; `frontier` is the buffer's. With `own_samples`, the model's folder, a batch is what the published policy
-answers, and its reward the share of even tokens.
+answers, and its reward the share of even tokens. Each batch of `gates` comes once there is a file
+`open-INDEX` in the folder.
 """
 
 import asyncio
@@ -113,6 +114,9 @@ class ScriptedBuffer:
         if index == self._options.get("stop_at"):
             os.kill(os.getpid(), signal.SIGTERM)
             await asyncio.sleep(60)
+        gate = self._out / f"open-{index}"
+        while index in self._options.get("gates", []) and not gate.exists():  # noqa: ASYNC110  a file
+            await asyncio.sleep(0.02)
         if index == self._options.get("ends_at"):
             raise DataExhausted("the epochs end")
         rng = np.random.default_rng(index)

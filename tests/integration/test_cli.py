@@ -38,7 +38,9 @@ def seconds_of(*arguments: str) -> float:
 def test_help_names_every_command():
     result = slipstream("--help")
     assert result.returncode == 0
-    commands = "run buffer rollout scorer learner sft reward dpo report convert plan measure tune doctor"
+    commands = (
+        "run buffer rollout scorer learner reference sft reward dpo report convert plan measure tune doctor"
+    )
     for command in commands.split():
         assert f" {command} " in result.stdout
 
@@ -76,6 +78,7 @@ def test_a_plan_takes_less_than_two_seconds_and_says_by_its_exit_code_whether_it
             ("scorer", "configs/judged.yaml", "--name", "helpful", "rollout.rewards.helpful.model=/nowhere"),
             "rollout.rewards.helpful.model=/nowhere: no config.json in it",
         ),
+        (("reference", "configs/demo.yaml"), "learner.reference: missing; without it the reference is on"),
         (("run",), "Missing argument 'CONFIG'"),
         (("rum",), "No such command 'rum'"),
         (("run", "configs/demo.yaml", "--fast"), "No such option: --fast"),

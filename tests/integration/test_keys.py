@@ -22,6 +22,9 @@ from buffer.keys import ClientKeys, client_keys, make_keys, server_keys
 from buffer.prompts import PromptQueue
 from buffer.server import BufferServer
 from buffer.store import Sources, Store
+from learner.reference.client import ReferenceClient
+from learner.reference.server import ReferenceServer
+from learner.reference.wire import Served
 from rollout.scorer.client import ScorerClient
 from rollout.scorer.server import ScorerServer
 from rollout.scorer.wire import Ids, Welcome
@@ -174,14 +177,23 @@ def test_a_key_speaks_for_its_own_role_and_for_its_own_run(folders, address, tmp
 
     async def go():
         async with buffer_at(address, tmp_path, server_keys(ours, "buffer")):
-            keys = {role: client_keys(ours, role, "buffer") for role in ("learner", "rollout", "scorer")}
-            for role, claimed in (("rollout", "learner"), ("scorer", "rollout"), ("scorer", "learner")):
+            keys = {
+                role: client_keys(ours, role, "buffer")
+                for role in ("learner", "rollout", "scorer", "reference")
+            }
+            lies = (
+                ("rollout", "learner"),
+                ("scorer", "rollout"),
+                ("scorer", "learner"),
+                ("reference", "learner"),
+            )
+            for role, claimed in lies:
                 async with BufferClient(address, claimed, "run", "n", 5.0, keys[role]) as liar:
                     with pytest.raises(BadMessage, match=r"role: expected one of .*observer"):
                         await liar.status()
             for role in keys:
                 async with BufferClient(address, "observer", "run", "n", 5.0, keys[role]) as observer:
-                    assert (await observer.status())["bad_messages"] == 3
+                    assert (await observer.status())["bad_messages"] == len(lies)
             async with BufferClient(address, "learner", "other", "n", 5.0, keys["learner"]) as other:
                 with pytest.raises(WrongRun, match="'other'"):
                     await other.published(7)
@@ -333,6 +345,32 @@ def test_a_scorer_scores_for_nobody_who_is_not_admitted(folders, intruder, addre
         server.close()
 
     run(go())
+
+
+def test_a_reference_computes_for_nobody_but_the_learner(folders, intruder, address, monkeypatch):
+    monkeypatch.setattr(requester, "RESEND_S", 0.5)
+    ours, _ = folders
+    served = Served("run", "weights", 8, 8)
+
+    async def go():
+        server = ReferenceServer(served, address, server_keys(ours, "reference"))
+        running = asyncio.create_task(server.run())
+        for keys in (intruder("reference"), client_keys(ours, "rollout", "reference")):
+            async with ReferenceClient(address, "run", "weights", "a", 1.0, keys) as stranger:
+                with pytest.raises(Unreachable, match=r"reference at .*security\.keys\) may not match"):
+                    await stranger.hello()
+        assert server.traffic.requests == 0
+        keys = client_keys(ours, "learner", "reference")
+        async with ReferenceClient(address, "run", "weights", "b", 10.0, keys) as good:
+            await good.hello()
+        running.cancel()
+        await asyncio.wait([running])
+        server.close()
+
+    run(go())
+    for host in ("192.0.2.1", "0.0.0.0", "*"):
+        with pytest.raises(ValueError, match=r"learner\.reference\.address: .* needs keys"):
+            ReferenceServer(served, f"tcp://{host}:5704", None)
 
 
 def test_the_publisher_takes_no_member_who_is_not_admitted(folders, intruder, address, monkeypatch, caplog):

@@ -33,6 +33,7 @@ runpy.run_module({entry!r}, run_name="__main__")
         ("rollout.scorer", "rollout.config"),
         ("learner", "learner.config"),
         ("learner.offline", "learner.offline.config"),
+        ("learner.reference", "learner.config"),
         ("learner.torchrun", "torch"),
     ],
 )

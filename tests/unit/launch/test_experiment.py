@@ -10,6 +10,7 @@ from launch import prediction
 from launch.experiment import WholeExperiment, check_scorer, differences, dump, read
 
 HOME = Path(__file__).parents[3]
+PLACED = ("learner.algorithm.kl.coefficient=0.1",)
 GAE = ("learner.algorithm.advantage=gae",)
 
 
@@ -79,6 +80,20 @@ GAE = ("learner.algorithm.advantage=gae",)
         (["eval.source.path=rollout.tasks.addition:holdout"], "did you mean heldout?"),
         (["learner.optimizer.lr=.inf"], "learner.optimizer.lr: expected a finite number"),
         (["learner.stepz=1"], "learner.stepz: unknown key; did you mean steps?"),
+        (["learner.reference.processes=1"], "learner: algorithm has no reference"),
+        (
+            [*PLACED, "learner.reference.parallel.pipeline=3", "learner.reference.processes=3"],
+            "learner.reference.parallel.pipeline=3 does not divide the 2 layers",
+        ),
+        (
+            [*PLACED, "learner.reference.address=tcp://127.0.0.1:5702"],
+            "sync.address and learner.reference.address are both",
+        ),
+        ([*PLACED, "learner.reference.address=here"], "reference.address=here: expected tcp://HOST:PORT"),
+        (
+            [*PLACED, "learner.reference.address=tcp://10.0.0.1:5704"],
+            "learner.reference.address: tcp://10.0.0.1:5704 reaches beyond this machine, which needs keys",
+        ),
         (["learner.processes=3", "learner.parallel.tensor=2"], "learner: processes 3 is not a multiple"),
         (["learner.parallel.expert=2"], "learner: a pipeline stage's 1 ranks are not a multiple"),
     ],

@@ -245,6 +245,32 @@ def test_each_reward_model_that_is_computed_has_a_scorer_with_an_address_of_its_
     assert stopping == ["learner", "rollout", "scorer-kind", "scorer-brief", "buffer"]
 
 
+PLACED = (
+    "learner.algorithm.kl.coefficient=0.1",
+    "learner.reference.processes=4",
+    "learner.reference.address=tcp://127.0.0.1:0",
+)
+
+
+def test_a_reference_on_ranks_of_its_own_is_a_job_beside_the_learner(config_file, tmp_path, monkeypatch):
+    monkeypatch.setattr(services, "usable_cores", lambda: list(range(16)))
+    experiment = local.settle(read(config_file, [*OVERRIDES, *PLACED]))
+    planned = {s.name: s for s in local.plan_services(experiment, tmp_path / "config.yaml")}
+    assert list(planned) == ["buffer", "server-0", "reference", "learner"]
+    job = planned["reference"]
+    assert (job.role, job.stop_signal_to) == ("reference", "children")
+    assert job.command[job.command.index("--nproc-per-node") + 1] == "4"
+    config = str(tmp_path / "config.yaml")
+    assert job.command[-4:] == ["-m", "learner.reference", config, "learner.reference.threads=1"]
+    assert planned["learner"].command[-1] == "learner.threads=1", "its five ranks share half of the cores"
+    assert not experiment.learner.reference.address.endswith(":0")
+    assert list(local.deadlines(list(planned.values()))) == ["learner", "reference", "rollout", "buffer"]
+    monkeypatch.setattr(services, "visible_gpus", lambda: list("01234567"))
+    planned = {s.name: s for s in local.plan_services(experiment, tmp_path / "config.yaml")}
+    shares = {name: s.environment["CUDA_VISIBLE_DEVICES"] for name, s in planned.items()}
+    assert shares == {"buffer": "", "server-0": "0", "reference": "1,2,3,4", "learner": "5"}
+
+
 def test_two_scorers_on_one_address_are_refused(config_file, judged):
     same = [f"rollout.rewards.{name}.address=tcp://127.0.0.1:5703" for name in ("kind", "brief")]
     with pytest.raises(ConfigError, match=r"rewards.kind.address and rollout.rewards.brief.address are both"):

@@ -49,8 +49,8 @@ def test_more_servers_than_half_the_cores_share_all():
 
 
 def test_gpus_go_to_the_engines_first_then_to_the_learner():
-    assert split_gpus(["0", "1", "2", "3", "4"], [2, 1], processes=2) == ["0,1", "2", "3,4"]
-    assert split_gpus(["0"], [1], processes=1) is None
+    assert split_gpus(["0", "1", "2", "3", "4"], [2, 1, 2]) == ["0,1", "2", "3,4"]
+    assert split_gpus(["0"], [1, 1]) is None
 
 
 def test_a_free_port_stays(busy_port):

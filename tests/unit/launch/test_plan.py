@@ -90,6 +90,30 @@ def test_a_reference_model_is_held_beside_the_policy():
     assert beside.total - plain.total == beside.held["reference model"] == plain.held["weights"]
 
 
+def test_a_reference_on_ranks_of_its_own_is_held_there_and_not_beside_the_policy():
+    alone = ("learner.algorithm.kl.coefficient=0.1", "learner.parallel.tensor=1", "learner.processes=1")
+    apart = (
+        "learner.reference.processes=4",
+        "learner.reference.parallel.tensor=2",
+        "learner.reference.parallel.pipeline=2",
+    )
+    beside, placed = planned("policy-7b", *alone), planned("policy-7b", *alone, *apart)
+    (first, last) = (kind for kind in placed.kinds if kind.name.startswith("reference stage"))
+    assert (first.ranks, last.ranks, placed.devices - beside.devices) == (2, 2, 4)
+    assert "reference model" in beside.kinds[0].held
+    assert "reference model" not in placed.kinds[0].held
+    whole = beside.kinds[0].held["reference model"]
+    held = 2 * (first.held["weights"] + last.held["weights"])
+    assert held == pytest.approx(whole, rel=1e-4), "norms lie on both tensor ranks"
+    assert all(kind.total < beside.kinds[0].total / 8 for kind in (first, last)), "nothing is trained there"
+    assert placed.kinds[-1].name == "rollout server rank"
+    few = planned("policy-7b", *alone, *apart, devices=4)
+    (told,) = [line for line in changes(few) if line.startswith("devices")]
+    assert "4 for the reference" in told
+    with pytest.raises(ValueError, match=r"learner.reference.parallel.pipeline=3 does not divide"):
+        planned("policy-7b", *alone, "learner.reference.processes=3", "learner.reference.parallel.pipeline=3")
+
+
 def test_adapters_are_trained_and_their_base_only_held():
     alone = ["learner.processes=1", "learner.parallel.tensor=1", "learner.algorithm.kl.coefficient=0.1"]
     plain, *_ = planned("policy-7b", *alone).kinds

@@ -84,6 +84,20 @@ def test_servers_that_get_nothing_are_told_with_the_reason(experiment):
     assert "server-0: waits for a version from the learner" in before
 
 
+def test_a_reference_on_ranks_of_its_own_is_told_of(experiment, config_file):
+    placed = ["learner.algorithm.kl.coefficient=0.1", "learner.reference.processes=2"]
+    assert "reference" not in lines(experiment, buffer=BUFFER)
+    history = made(BUFFER)
+    for line, told in (
+        (None, "the reference has not come up"),
+        ({"time": NOW - 1, "in_hand": 3}, "reference: has 3 micro-batches of the learner's in hand"),
+        ({"time": NOW - 1, "in_hand": 0}, "reference: waits for the learner"),
+        ({"time": NOW - 90, "in_hand": 3}, "reference: has told nothing for 1 min 30 s; it hangs"),
+    ):
+        history.reference = [line] if line else []
+        assert told in "\n".join(diagnosis(read(config_file, placed), history, NOW))
+
+
 def test_a_service_that_hangs_or_never_came_is_named(experiment):
     hung = lines(experiment, buffer=BUFFER | {"time": NOW - 300}, server=SERVER | {"time": NOW - 90})
     assert "buffer: has told nothing for 5 min 00 s; it hangs" in hung

@@ -238,6 +238,28 @@ def test_a_horizon_needs_a_target_and_at_least_one_batch(refusal):
     assert "kl.horizon=5 is less than one batch's 6 completions" in text
 
 
+@pytest.mark.parametrize(
+    ("learner", "reason"),
+    [
+        ({"reference": {}}, "algorithm has no reference (kl.coefficient is 0 and loss is not dpo)"),
+        ({**kl(), "reference": {}, "lora": {}}, "with lora the reference is the policy's own frozen weights"),
+        (
+            {**kl(), "reference": {"processes": 3, "parallel": {"tensor": 2}}},
+            "learner.reference: processes 3 is not a multiple of tensor · pipeline = 2; "
+            "set learner.reference.processes=2 or change learner.reference.parallel",
+        ),
+        (
+            {**kl(), "reference": {"parallel": {"expert": 2}}},
+            "parallel.expert = 2; change processes or learner.reference.parallel",
+        ),
+        ({**kl(), "reference": {"parallel": {"distributed_optimizer": True}}}, "has no optimizer"),
+        ({**kl(), "reference": {"timeout_s": 3600}}, "learner.reference.timeout_s: expected"),
+    ],
+)
+def test_ranks_of_their_own_are_of_a_reference_that_there_is(refusal, learner, reason):
+    assert reason in refusal(learner=learner)
+
+
 def test_the_estimator_follows_its_place(tmp_path):
     for placement, expected in (("loss", "k3"), ("reward", "k1")):
         (tmp_path / "c.yaml").write_text(yaml.safe_dump({**BASE, "learner": kl(placement=placement)}))

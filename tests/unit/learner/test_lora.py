@@ -24,7 +24,7 @@ from learner.lora import PEFT, Initial, trained_slots
 from learner.megatron_folder import StoredTensors
 from learner.model import build_model
 from learner.optimizer import Trainable, make_trainable, set_rates
-from learner.reference import Reference
+from learner.reference.local import Reference
 
 SIZES = {
     "vocab_size": 67,

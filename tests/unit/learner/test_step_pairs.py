@@ -14,7 +14,7 @@ from learner.checkpoint import Checkpoints, Setup
 from learner.config import LearnerExperiment, ParallelConfig
 from learner.model import build_model
 from learner.optimizer import make_trainable, prepare_schedule
-from learner.reference import Reference
+from learner.reference.local import Reference
 from learner.step import Updater
 
 REWARDS = [[1.0, 1.0, 1.0], [0.0, 9.0, -1.0], [0.5, 0.0, 0.5], [2.0, 1.0, 1.0]]

@@ -19,7 +19,7 @@ from learner.critic import Critic
 from learner.losses import adapted
 from learner.model import build_model
 from learner.optimizer import make_trainable, prepare_schedule
-from learner.reference import Reference
+from learner.reference.local import Reference
 from learner.step import Updater
 
 SIZES = {
