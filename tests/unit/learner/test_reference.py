@@ -197,6 +197,7 @@ def test_a_request_that_is_sent_again_is_computed_once(world, address):
         found = asked(line, [BATCHES[:1]])
         time.sleep(1.0)
         assert reference.server.traffic.requests > 2, "it was sent again"
+        assert reference.server.traffic.in_hand == 1
         reference._answers = True
         assert_answers(found, [BATCHES[:1]])
         assert reference.computed == 1
