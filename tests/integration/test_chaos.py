@@ -93,6 +93,13 @@ class Chaos:
             time.sleep(0.2)
         self.calm_seconds.append(time.monotonic() - started)
 
+    def stop(self) -> None:
+        """As Ctrl-C does; a server that is just starting ends with another code than 0."""
+        for process in self.running.running.values():
+            process.send_signal(signal.SIGINT)
+        for process in self.running.running.values():
+            process.wait(120)
+
     def kill(self) -> None:
         kind = self.random.choice(
             ["buffer", "rollout", "engine core", "engine worker", "learner rank", "torchrun"]
@@ -119,9 +126,7 @@ def test_a_run_survives_whatever_is_killed(make_experiment, free_address):
             time.sleep(chaos.random.uniform(0, 4))
             chaos.kill()
             chaos.wait_for_steps(1)
-        for process in running.running.values():
-            process.send_signal(signal.SIGINT)
-        running.until(lambda: all(p.poll() is not None for p in running.running.values()), 120)
+        chaos.stop()
         steps = len(running.rows()) + MORE
         chaos.wait_for_steps(MORE, f"learner.steps={steps}")
         running.until(lambda: all(p.poll() is not None for p in running.running.values()), 120)
