@@ -194,6 +194,7 @@ CASES = [
     ("llama", True, "float32"), ("qwen3", False, "float32"),
     ("qwen2", True, "bfloat16"), ("llama", False, "bfloat16"),
     ("mistral", False, "float32"), ("qwen3_moe", False, "float32"),
+    ("mixtral", False, "bfloat16"),
 ]  # fmt: skip
 
 
