@@ -20,7 +20,7 @@ from record import write_result
 from launch.simulation import simulate
 from launch.tuning import Alone, setting_of
 
-SETTINGS = ((0, 8, 8), (1, 8, 8), (2, 8, 8), (4, 8, 8), (2, 4, 8), (1, 8, 4))
+SETTINGS = ((0, 16, 4), (1, 16, 4), (2, 16, 4), (4, 16, 4), (2, 8, 4), (1, 16, 8))
 """max_staleness, groups a batch, groups in hand. The first ones are compared with each other, and the others
 are there for the simulation."""
 TARGET = 0.9

@@ -28,7 +28,7 @@ WARM_UP = 3
 LEARNER_CORE, ROLLOUT_CORE = 0, 1
 
 
-def make_model(folder: Path, hidden: int = 256, layers: int = 4) -> Path:
+def make_model(folder: Path, hidden: int = 128, layers: int = 4) -> Path:
     import torch
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -70,12 +70,12 @@ def experiment(name: str, steps: int, **changes: dict[str, Any]) -> WholeExperim
         "data": {"train": {"kind": "function", "path": "pinned_runs:rows"}},
         "rollout": {
             "group_size": 8,
-            "max_groups": 8,
+            "max_groups": 4,
             "sampling": {"max_tokens": 96},
             "engine": {"kv_cache_gib": 0.5, "max_num_seqs": 64, "cores": str(ROLLOUT_CORE)},
             "rewards": {"even": {"function": "pinned_runs:share_of_even_words"}},
         },
-        "buffer": {"groups_per_batch": 8, "max_staleness": 1, "address": "tcp://127.0.0.1:0"},
+        "buffer": {"groups_per_batch": 16, "max_staleness": 1, "address": "tcp://127.0.0.1:0"},
         "sync": {"address": "tcp://127.0.0.1:0"},
         "learner": {
             "steps": steps,

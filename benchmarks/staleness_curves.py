@@ -63,6 +63,7 @@ def main() -> None:
     parser.add_argument("--rates", type=float, nargs="+", default=[2e-4, 5e-5])
     parser.add_argument("--quick", action="store_true", help="one seed, few settings, nothing recorded")
     parser.add_argument("--minutes", type=float, default=math.inf, help="then record what is done")
+    parser.add_argument("--seed", type=int, help="this one's runs, recording nothing: a share for one core")
     parser.add_argument("--plot-only", action="store_true", help="from what is recorded")
     options = parser.parse_args()
     if options.plot_only:
@@ -73,11 +74,15 @@ def main() -> None:
     transformers.utils.logging.disable_progress_bar()
     warnings.filterwarnings("ignore")
     size = Size()
-    start = start_model(START)
+    if not (START / "start.json").exists():
+        score = start_model(START)
+        (START / "start.json").write_text(json.dumps({"score": score}))
+    start = json.loads((START / "start.json").read_text())["score"]
     parallel.initialize(ParallelConfig(), seed=1)
     KEPT.parent.mkdir(exist_ok=True)
     done = {key_of(r): r for r in map(json.loads, KEPT.read_text().splitlines())} if KEPT.exists() else {}
-    wanted = grid(options.rates, options.quick)
+    everything = grid(options.rates, options.quick)
+    wanted = [run for run in everything if options.seed in (None, run["seed"])]
     deadline = time.monotonic() + 60 * options.minutes
     for number, run in enumerate(wanted):
         if key_of(run) in done or time.monotonic() > deadline:
@@ -90,9 +95,9 @@ def main() -> None:
         tail = statistics.fmean(made["curve"][-LAST:])
         print(f"{number + 1}/{len(wanted)} {key_of(run)}: {tail:.3f} in {made['seconds']:.1f} s", flush=True)
     parallel.shutdown()
-    if options.quick:
+    if options.quick or options.seed is not None:
         return
-    runs = [done[key_of(run)] for run in wanted if key_of(run) in done]
+    runs = [done[key_of(run)] for run in everything if key_of(run) in done]
     figures = {
         "task": "five digits backwards, reward 1 if all are right; a Llama of two layers taught before",
         "start_score": start,
