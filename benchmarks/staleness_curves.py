@@ -9,6 +9,7 @@ benchmarks/results/staleness_curves.json, with every run that was made, and its 
 """
 
 import argparse
+import io
 import json
 import math
 import statistics
@@ -19,6 +20,7 @@ from typing import Any
 
 import torch
 import transformers
+from PIL import Image
 from record import RESULTS, write_result
 from staleness_harness import Size, start_model, train
 
@@ -152,7 +154,9 @@ def table(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def compact(run: dict[str, Any]) -> dict[str, Any]:
-    return {k: float(f"{v:.3g}") if isinstance(v, float) else v for k, v in run.items()}
+    """Three digits, and the curve as one text."""
+    rounded = {k: float(f"{v:.3g}") if isinstance(v, float) else v for k, v in run.items()}
+    return rounded | {"curve": " ".join(f"{v:g}" for v in run["curve"])}
 
 
 def draw(figures: dict[str, Any], path: Path) -> None:
@@ -161,7 +165,7 @@ def draw(figures: dict[str, Any], path: Path) -> None:
 
     runs = figures["runs"]
     rates = list(dict.fromkeys(r["rate"] for r in runs))
-    names = {"none": "no correction", "ppo bypass": "PPO clipped around the sampler", "shipped": "as shipped"}
+    names = {"none": "no correction", "ppo bypass": "ppo, bypass", "shipped": "as shipped"}
     every = Size().evaluate_every
     with plt.rc_context({**STYLE, "font.size": 9, "axes.titlesize": 10, "lines.linewidth": 1.4}):
         figure, panels = plt.subplots(
@@ -172,7 +176,7 @@ def draw(figures: dict[str, Any], path: Path) -> None:
             for axes, method in zip(row, MAIN, strict=True):
                 for place, staleness in enumerate(STALENESS):
                     curves = [
-                        r["curve"]
+                        [float(point) for point in r["curve"].split()]
                         for r in runs
                         if (r["method"], r["rate"], r["staleness"]) == (method, rate, staleness)
                     ]
@@ -190,9 +194,11 @@ def draw(figures: dict[str, Any], path: Path) -> None:
             axes.set_xlabel("versions")
         for row in panels:
             row[0].set_ylabel("held-out score")
-        panels[0][0].legend(title="staleness", loc="lower left", fontsize=7, ncols=2)
+        panels[0][-1].legend(title="staleness", loc="lower right", fontsize=7, ncols=3)
         path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, dpi=80)
+        drawn = io.BytesIO()
+        figure.savefig(drawn, dpi=80)
+        Image.open(drawn).convert("P", palette=Image.Palette.ADAPTIVE, colors=48).save(path, optimize=True)
         plt.close(figure)
 
 
