@@ -21,10 +21,10 @@ def sleep_instead_of_spinning() -> None:
     SpinCondition.wait = _wait
 
 
-def _wait(condition: Any, timeout_ms: int | None = None) -> None:
+def _wait(self: Any, timeout_ms: int | None = None) -> None:
     """In the place of `SpinCondition.wait`: back when a message is announced, or to look again."""
-    if time.monotonic() <= condition.last_read + condition.busy_loop_s:
+    if time.monotonic() <= self.last_read + self.busy_loop_s:
         timeout_ms = LONGEST_SLEEP_MS if timeout_ms is None else min(timeout_ms, LONGEST_SLEEP_MS)
-    events = dict(condition.poller.poll(timeout=timeout_ms))
-    if condition.local_notify_socket in events:
-        condition.local_notify_socket.recv(copy=False)
+    events = dict(self.poller.poll(timeout=timeout_ms))
+    if self.local_notify_socket in events:
+        self.local_notify_socket.recv(copy=False)
