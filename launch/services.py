@@ -12,6 +12,8 @@ from rollout.config import EngineConfig
 
 JOBS = {"learner": ("learner", "learner"), "reference": ("learner.reference", "learner.reference")}
 """Service → its module and its section, of those that torchrun starts."""
+SHUTDOWN_S = 600
+"""After Ctrl-C torchrun kills the ranks when this is over; its own 30 s are less than many a step."""
 
 
 def plan_services(e: WholeExperiment, config: Path) -> list[Service]:
@@ -90,6 +92,7 @@ def _job(name: str, config: Path, processes: int, threads: int, environment: dic
 def torchrun(processes: int) -> list[str]:
     """The command that runs a module as the ranks of one job here; the module's name comes next."""
     options = ["--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", str(processes)]
+    options += ["--shutdown-timeout", str(SHUTDOWN_S)]
     return [sys.executable, "-m", "learner.torchrun", *options, "-m"]
 
 

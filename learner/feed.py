@@ -31,6 +31,9 @@ REQUEST_S = 2.0
 FIRST_WORD_S = 30.0
 """A wait this long is worth a line in the log; the next one after twice the time, and so on."""
 
+SAID = ("published", "frontier", "leased", "stored", "overdue", "eval_leased", "evicted")
+"""Of the buffer's status: what a batch may be waiting for."""
+
 OVER_POLL_S = 0.5
 """How often the buffer is asked whether the run is over; it stays a few seconds after that."""
 
@@ -94,18 +97,21 @@ class Feed:
             asked.cancel()
         return command, None
 
-    def frontier(self) -> int:
-        """Batches that the buffer has assembled so far."""
-        known = 0
+    def frontier(self) -> int | None:
+        """Batches that the buffer has assembled so far; None when the job is to stop before it answers."""
+        known = -1
         if parallel.rank() == 0:
             assert self._line is not None
-            known = int(self._line.ask(lambda buffer: buffer.status()).result()["frontier"])
-        return collectives.broadcast_numbers([known])[0]
+            status = self._line.tell("status", lambda buffer: buffer.status())
+            known = -1 if status is None else int(status["frontier"])
+        told = collectives.broadcast_numbers([known])[0]
+        return None if told < 0 else told
 
     def committed(self, index: int) -> None:
         """Let the buffer forget the batches below `index`. Not collective: only rank 0 speaks."""
         if parallel.rank() == 0 and self._line is not None:
-            self._line.ask(lambda buffer: buffer.committed(index)).result()
+            what = f"batches below {index} are in a checkpoint"
+            self._line.tell(what, lambda buffer: buffer.committed(index))
 
     def finished(self, version: int) -> "Future[None] | None":
         """Start telling the buffer that the last version is out; done when its last evaluation is."""
@@ -161,7 +167,7 @@ class Feed:
         if not done_within(status, 5.0) or status.exception() is not None:
             return "the buffer does not answer; is it running at buffer.address?"
         told = status.result()
-        facts = ", ".join(f"{k} {v}" for k, v in told.items() if isinstance(v, int | float))
+        facts = ", ".join(f"{key} {told[key]}" for key in SAID if key in told)
         return f"rollout servers: {', '.join(told.get('servers', [])) or 'none'}; the buffer says {facts}"
 
     def _ask(self, index: int) -> "Future[Batch]":

@@ -64,7 +64,11 @@ class Flow:
     def open(self) -> None:
         """Bring the policy to the servers, unless they hold a later one: of the batches that the buffer
         assembled before a restart, this trains again what its checkpoint lacks."""
-        self._frontier = self._feed.frontier()
+        frontier = self._feed.frontier()
+        if frontier is None:
+            self.interrupted = True
+            return
+        self._frontier = frontier
         self._feed.committed(self._checkpoints.safe_step())
         if self.version >= self._frontier:
             self._send()

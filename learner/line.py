@@ -1,10 +1,19 @@
 """An asyncio client of a service, for threads that know no event loop."""
 
 import asyncio
+import logging
 import threading
+import time
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future, wait
 from typing import Any, Generic, TypeVar
+
+logger = logging.getLogger(__name__)
+
+TICK_S = 0.2
+"""How often one who waits looks whether the job is to stop."""
+STOPPING_S = 5.0
+"""How long a job that is to stop still waits for an answer."""
 
 C = TypeVar("C")
 T = TypeVar("T")
@@ -13,11 +22,13 @@ T = TypeVar("T")
 class Line(Generic[C]):
     """A client on a thread of its own; calls from any thread. A context manager."""
 
-    def __init__(self, connect: Callable[[], Any]) -> None:
+    def __init__(self, connect: Callable[[], Any], stopping: Callable[[], bool] = lambda: False) -> None:
         """Args:
         connect: Makes the client, an async context manager, on the line's thread.
+        stopping: Whether the job is to stop; asked from any thread.
         """
         self._connect = connect
+        self._stopping = stopping
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="line", daemon=True)
         self._client: Any = None
@@ -49,6 +60,21 @@ class Line(Generic[C]):
         self._asked.add(asked)
         asked.add_done_callback(self._asked.discard)
         return asked
+
+    def tell(self, what: str, question: Callable[[C], Coroutine[Any, Any, T]]) -> T | None:
+        """Ask, and wait for the answer; None when the job is to stop and none comes within `STOPPING_S`.
+
+        So a buffer that is gone does not keep the job from its checkpoint. Whoever resumes tells it again.
+        """
+        asked, since = self.ask(question), None
+        while not done_within(asked, TICK_S):
+            if self._stopping():
+                since = since or time.monotonic()
+                if time.monotonic() - since > STOPPING_S:
+                    asked.cancel()
+                    logger.warning("no answer (%s): stopping without it", what)
+                    return None
+        return asked.result()
 
 
 def done_within(future: "Future[Any]", timeout_s: float) -> bool:

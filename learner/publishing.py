@@ -15,6 +15,7 @@ from learner import collectives, convert
 from learner.feed import BufferLine
 from sync.buckets import TensorSpec
 from sync.errors import PublishInterrupted
+from sync.membership import LEFT
 from sync.publisher import PublishReport
 
 logger = logging.getLogger(__name__)
@@ -116,8 +117,9 @@ class Publishing:
         assert self._line is not None
         report = self._sender.wait_loaded()
         for name, reason in report.lost:
-            logger.warning("rollout server %s lost: %s", name, reason)
-        self._line.ask(lambda buffer: buffer.published(version)).result()
+            if reason != LEFT:
+                logger.warning("rollout server %s lost: %s", name, reason)
+        self._line.tell(f"version {version} is published", lambda buffer: buffer.published(version))
         self.last = report
 
     @property

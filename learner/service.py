@@ -150,7 +150,8 @@ def _assemble(
     if version:
         updater.restore(checkpoints.position(version))
     is_source = parallel.rank() == parallel.model_parallel_source()
-    line = stack.enter_context(BufferLine(lambda: connect(experiment))) if is_source else None
+    to_buffer = BufferLine(lambda: connect(experiment), lambda: stop.is_set)
+    line = stack.enter_context(to_buffer) if is_source else None
     is_first = parallel.rank() == 0
     sender: WeightSender | None = stack.enter_context(open_sender(experiment)) if is_first else None
     feed = Feed(line, learner.batch_timeout_s)

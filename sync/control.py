@@ -17,7 +17,7 @@ import zmq
 from sync.addresses import numeric
 from sync.errors import TransferFailed
 from sync.keys import GATE, PublisherKeys
-from sync.membership import Member, Membership
+from sync.membership import LEFT, Member, Membership
 from sync.wire import (
     SCHEMA,
     Beat,
@@ -225,7 +225,7 @@ class Control:
                     self.evict([member], reason)
             case Leave():
                 logger.info("sync: %s left", member.name)
-                self.members.evict(member, "left")
+                self.members.evict(member, LEFT)
             case Beat():
                 pass
             case _:

@@ -12,6 +12,9 @@ from sync.wire import Failed, Loaded
 MAX_FAILED_TRANSFERS = 3
 """A member whose last transfers all failed is evicted, though it answers: something near it is broken."""
 
+LEFT = "left"
+"""Why a member is gone that said so itself; nothing is wrong with it."""
+
 Phase = Literal["idle", "asked", "ready", "loaded", "failed", "dropped"]
 
 

@@ -21,7 +21,7 @@ def commands() -> dict[str, list[str]]:
     lines = {"scorer": ["slipstream", "scorer", "experiment.yaml", "--name", "helpful"]}
     for line in block.splitlines():
         words = shlex.split(line)
-        lines["learner" if words[0] == "torchrun" else words[1]] = words
+        lines[words[1]] = words
     return lines
 
 

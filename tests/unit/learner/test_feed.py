@@ -1,13 +1,14 @@
 """What the ranks are told while they wait, on a world of one, and how batches look between ranks."""
 
 import asyncio
+import threading
 
 import numpy as np
 import pytest
 
 from buffer.errors import DataExhausted
 from buffer.records import Batch, Group, Trajectory
-from learner import feed, parallel
+from learner import feed, line, parallel
 from learner.config import ParallelConfig
 from learner.feed import BufferLine, Command, Feed, NoBatch, decode_batch, encode_batch
 
@@ -51,7 +52,7 @@ class Scripted:
 
     async def status(self):
         self.over_after -= 1
-        return {"over": self.over_after < 0, "frontier": 4, "stored": 3, "leased": 0}
+        return {"over": self.over_after < 0, "frontier": 4, "stored": 3, "leased": 0, "loop_lag_s": 0.1}
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +98,7 @@ def test_used_up_data_ends_the_run_in_order(world):
 def test_no_batch_within_the_deadline_says_what_the_buffer_knows(world):
     with (
         BufferLine(lambda: Scripted()) as line,
-        pytest.raises(NoBatch, match=r"no batch 7 for .*stored 3, leased 0"),
+        pytest.raises(NoBatch, match=r"no batch 7 for .*the buffer says frontier 4, leased 0, stored 3$"),
     ):
         Feed(line, 0.3).next(7, waiting)
 
@@ -120,6 +121,30 @@ def test_the_end_waits_for_the_last_evaluation_and_serves_joiners_meanwhile(worl
         assert source.over(end, lambda: Command.PUBLISH) is Command.PUBLISH
         assert source.over(end, waiting) is Command.TRAIN
     assert buffer.told == [9]
+
+
+class Silent(Scripted):
+    async def status(self):
+        await asyncio.Event().wait()
+
+    async def committed(self, index):
+        await asyncio.Event().wait()
+
+
+def test_a_job_that_is_to_stop_does_not_wait_for_a_buffer_that_is_gone(world, caplog, monkeypatch):
+    monkeypatch.setattr(line, "STOPPING_S", 0.3)
+    signalled = threading.Event()
+    with BufferLine(Silent, signalled.is_set) as silent:
+        telling = threading.Thread(target=Feed(silent, 30).committed, args=(3,))
+        telling.start()
+        telling.join(1.0)
+        assert telling.is_alive(), "without a signal the buffer is waited for"
+        signalled.set()
+        telling.join(5.0)
+        assert not telling.is_alive()
+        assert Feed(silent, 30).frontier() is None
+    told = [r.message for r in caplog.records if r.name == "learner.line"]
+    assert told[0] == "no answer (batches below 3 are in a checkpoint): stopping without it"
 
 
 def test_the_frontier_is_the_buffers(world):
