@@ -64,6 +64,7 @@ def run(experiment: WholeExperiment, command: str, console: Console, plan: Plan 
         ):
             failure = watch(experiment, history, supervisor, screen)
             if failure or supervisor.interrupts:
+                screen.stopping = True
                 screen.say("stopping: the learner writes a checkpoint; Ctrl-C again ends everything at once")
                 for name in supervisor.stop(screen.update):
                     screen.say(f"{name} did not end in time and was killed")

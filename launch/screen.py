@@ -66,6 +66,8 @@ class Screen:
         self.watched = watched
         self.console = console
         self.started = time.monotonic()
+        self.stopping = False
+        """Set by the owner, when the run is to end before its time."""
         self.alarms = Alarms(Path(experiment.run_dir) / "logs")
         self.live = Live(console=console, auto_refresh=False) if console.is_terminal else None
         self._due = 0.0
@@ -103,7 +105,8 @@ class Screen:
         elapsed = time.monotonic() - self.started
         states, alarms = self.watched.states(), list(self.alarms.last)
         width = self.console.width - ECHO_WIDTH
-        return render(self.experiment, self.history, states, elapsed, alarms, width)
+        phase = "stopping" if self.stopping else phase_of(self.experiment, self.history)
+        return render(self.experiment, self.history, phase, states, elapsed, alarms, width)
 
     def _tell(self, fresh: list[Record], alarms: list[str]) -> None:
         phase = phase_of(self.experiment, self.history)
@@ -191,6 +194,7 @@ def _part(record: Record, key: str, form: str) -> str:
 def render(
     e: WholeExperiment,
     history: History,
+    phase: str,
     states: dict[str, str],
     elapsed: float,
     alarms: Sequence[str],
@@ -201,6 +205,7 @@ def render(
     Args:
         e: The experiment.
         history: What was read so far.
+        phase: What the run is at.
         states: As `Watched.states`.
         elapsed: Seconds since this start.
         alarms: Lines for the bottom.
@@ -216,7 +221,7 @@ def render(
     parts: list[RenderableType] = [table]
     if alarms:
         parts += [Text()] + [Text(line, style="yellow", no_wrap=True, overflow="ellipsis") for line in alarms]
-    title = Text.assemble(("slipstream", "bold cyan"), f" {e.name} · ", (phase_of(e, history), "italic"))
+    title = Text.assemble(("slipstream", "bold cyan"), f" {e.name} · ", (phase, "italic"))
     return Panel(
         Group(*parts), title=title, title_align="left", subtitle=f"{e.run_dir} · {clock(elapsed)}",
         subtitle_align="right", border_style="cyan", padding=(1, 2), width=width,

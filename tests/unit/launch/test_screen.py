@@ -18,7 +18,8 @@ def drawn(run_dir, config_file, alarms=()) -> str:
     history = History(run_dir, opened=0.0)
     history.refresh()
     console = Console(width=110, file=io.StringIO(), force_terminal=True, color_system=None)
-    console.print(render(read(config_file, []), history, Running().states(), 700.0, alarms, 107))
+    e = read(config_file, [])
+    console.print(render(e, history, phase_of(e, history), Running().states(), 700.0, alarms, 107))
     return console.file.getvalue()  # pyright: ignore[reportAttributeAccessIssue]
 
 
