@@ -2,6 +2,7 @@
 
 import os
 import shlex
+import shutil
 import signal
 import sys
 from collections.abc import Iterator
@@ -48,7 +49,7 @@ def run(config: Config, overrides: Overrides = None) -> None:
     from launch.experiment import read
 
     experiment = read(config, overrides or [])
-    raise typer.Exit(local.run(experiment, shlex.join(["slipstream", *sys.argv[1:]]), Console()))
+    raise typer.Exit(local.run(experiment, _typed(), Console()))
 
 
 @app.command()
@@ -72,7 +73,13 @@ def rollout(
     name: Annotated[str, typer.Option(help="The server's name, its own within the run.")] = "server-0",
 ) -> None:
     """Run one rollout server; it may join and leave a run at any time."""
+    from buffer.experiment import folder_name
+
     _check(config, overrides, "rollout")
+    try:
+        folder_name(name)
+    except ValueError as error:
+        raise ValueError(f"--name {name}: {error}") from None
     _become("rollout", str(config), "--name", name, *(overrides or []))
 
 
@@ -125,7 +132,7 @@ def pipeline(
     from launch import pipeline
 
     stages = pipeline.read(config, overrides or [])
-    command = shlex.join(["slipstream", *sys.argv[1:]])
+    command = _typed()
     raise typer.Exit(pipeline.run(stages, command, Console()))
 
 
@@ -245,7 +252,7 @@ def measure(
     from launch.measuring import measure as measured
 
     experiment = read(config, overrides or [])
-    command = shlex.join(["slipstream", *sys.argv[1:]])
+    command = _typed()
     raise typer.Exit(measured(experiment, steps, train_seconds, command, Console()))
 
 
@@ -404,7 +411,7 @@ def _offline(kind: str, config: Path, overrides: list[str] | None) -> NoReturn:
     from launch.offline import read_stage, run_stage
 
     experiment = read_stage(config, overrides or [], kind)
-    raise typer.Exit(run_stage(experiment, shlex.join(["slipstream", *sys.argv[1:]]), Console()))
+    raise typer.Exit(run_stage(experiment, _typed(), Console()))
 
 
 @contextmanager
@@ -447,6 +454,12 @@ def _entries(mapping: dict[Any, Any]) -> str:
     return ", ".join(told) or "none"
 
 
+def _typed() -> str:
+    """This command, as it can be given again: by its path where the environment is not activated."""
+    by_path = Path(sys.argv[0]).name == "slipstream" and not shutil.which("slipstream")
+    return shlex.join([sys.argv[0] if by_path else "slipstream", *sys.argv[1:]])
+
+
 def _check(config: Path, overrides: list[str] | None, service: str) -> "WholeExperiment":
     from launch.experiment import read
 
@@ -464,7 +477,9 @@ def main() -> None:
     try:
         sys.exit(app(sys.argv[1:] or ["--help"], standalone_mode=False))
     except UsageError as error:
-        fail(f"{error.format_message()} See `slipstream --help`.")
+        asked = error.ctx.command_path if error.ctx else "slipstream"
+        told = error.format_message()
+        fail(f"{told}{'' if told.endswith(('.', '?')) else '.'} See `{asked} --help`.")
     except (ValueError, OSError) as error:
         # Of ours, a ValueError is always the user's mistake, told in full by its text.
         fail(str(error))

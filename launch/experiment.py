@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterable, Mapping
 from glob import glob
 from itertools import combinations
 from pathlib import Path
+from typing import Literal
 
 import yaml
 
@@ -250,7 +251,7 @@ def read(path: str | Path, overrides: list[str], services: Collection[str] = SER
     Raises:
         ConfigError: One line per mistake.
     """
-    _is_a_run(path, overrides)
+    check_kind(path, overrides, "run")
     experiment = load(path, overrides, WholeExperiment)
     for schema in SCHEMAS:
         load(path, overrides, schema)
@@ -275,7 +276,7 @@ def read(path: str | Path, overrides: list[str], services: Collection[str] = SER
     return experiment
 
 
-def _is_a_run(path: str | Path, overrides: list[str]) -> None:
+def check_kind(path: str | Path, overrides: list[str], wanted: Literal["run", "stage", "pipeline"]) -> None:
     """Tell other kinds of files by what they alone have.
 
     Raises:
@@ -283,12 +284,16 @@ def _is_a_run(path: str | Path, overrides: list[str]) -> None:
     """
     found = merged(Path(path), overrides)
     stage = found.get("stage")
-    if isinstance(stage, dict) and stage.get("kind") in ("sft", "reward", "dpo"):
-        raise ConfigError(
-            f"{path}: stage: of an offline stage's file, which `slipstream {stage['kind']}` runs"
-        )
     if "stages" in found:
-        raise ConfigError(f"{path}: stages: of a pipeline's file, which `slipstream pipeline` runs")
+        kind, told = "pipeline", "stages: of a pipeline's file, which `slipstream pipeline` runs"
+    elif isinstance(stage, dict) and stage.get("kind") in ("sft", "reward", "dpo"):
+        kind, told = "stage", f"stage: of an offline stage's file, which `slipstream {stage['kind']}` runs"
+    elif "rollout" in found and "stage" not in found:
+        kind, told = "run", "rollout: of a reinforcement learning file, which `slipstream run` runs"
+    else:
+        return
+    if kind != wanted:
+        raise ConfigError(f"{path}: {told}")
 
 
 def _models(e: WholeExperiment, services: Iterable[str]) -> list[str]:

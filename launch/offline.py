@@ -13,7 +13,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from buffer.experiment import ConfigError, load
 from buffer.processor import COMPUTING_ENVIRONMENT
 from launch import model_folder
-from launch.experiment import missing_rows, missing_start
+from launch.experiment import check_kind, missing_rows, missing_start
 from launch.history import History, Record
 from launch.local import conclude, deadlines, locked, write_config
 from launch.services import torchrun
@@ -31,6 +31,7 @@ def load_stage(path: str | Path, overrides: list[str], kind: str) -> OfflineExpe
     Raises:
         ConfigError: One line per mistake.
     """
+    check_kind(path, overrides, "stage")
     experiment = load(path, overrides, OfflineExperiment)
     found = experiment.stage.kind
     if found != kind:

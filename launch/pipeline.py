@@ -17,6 +17,7 @@ from pydantic import AfterValidator, Field, field_validator
 from rich.console import Console
 
 from buffer.experiment import ConfigError, Section, folder_name, load
+from launch.experiment import check_kind
 
 REFERENCE_HELP = "{name} of an earlier stage stands for the model folder that stage writes"
 
@@ -97,6 +98,7 @@ def read(path: Path, overrides: list[str]) -> list[Stage]:
     Raises:
         ConfigError: One line per mistake, of any stage, before the first one starts.
     """
+    check_kind(path, overrides, "pipeline")
     pipeline = load(path, overrides, PipelineConfig, tuple(PipelineConfig.model_fields))
     stages = [Stage(pipeline, number, path.parent) for number in range(len(pipeline.stages))]
     faults: list[str] = []
