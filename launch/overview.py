@@ -10,6 +10,7 @@ LEARNER_TIMES = (
     "time/wait_batch",
     "time/forward_backward",
     "time/optimizer",
+    "time/wait_loaded",
     "time/publish",
     "time/checkpoint",
 )

@@ -63,6 +63,7 @@ class Child:
         self.service = service
         self.log = log
         self.started = time.monotonic()
+        self.asked_to_end = False
         guard = [sys.executable, "-I", str(GUARD), str(os.getpid()), service.stop_signal_to]
         with log.open("ab") as output:
             self.offset = output.tell()
@@ -83,6 +84,7 @@ class Child:
 
     def terminate(self) -> None:
         if self.code is None:
+            self.asked_to_end = True
             self.process.send_signal(signal.SIGTERM)
 
     def kill(self) -> None:
@@ -159,7 +161,11 @@ class Supervisor:
     def states(self) -> dict[str, str]:
         """Service name → `running`, `ended` or `lost`."""
         names = {None: "running", 0: "ended"}
-        return {c.service.name: names.get(c.code, "lost") for c in self.children}
+        obeyed = 128 + signal.SIGTERM
+        return {
+            c.service.name: "ended" if c.asked_to_end and c.code == obeyed else names.get(c.code, "lost")
+            for c in self.children
+        }
 
     def check(self) -> Failure | None:
         """The failure that ends the run, if there was one since the last look."""

@@ -26,6 +26,12 @@ OBEDIENT = """
     print("up", flush=True)
     time.sleep(600)
 """
+PLAIN = """
+    import time
+    print("up", flush=True)
+    time.sleep(600)
+"""
+
 DEAF = """
     import signal, time
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -97,6 +103,13 @@ def test_a_signal_names_itself_in_the_failure(tmp_path):
         failure = supervisor.check()
     assert failure is not None
     assert failure.reason.startswith("was ended by SIGKILL")
+
+
+def test_a_service_that_dies_of_the_sigterm_it_was_sent_has_ended(tmp_path):
+    with Supervisor([scripted("plain", "first", PLAIN)], tmp_path, DEADLINES_S) as supervisor:
+        wait_for(lambda: said(tmp_path, "plain", "up"))
+        assert supervisor.stop(lambda: None) == []
+        assert supervisor.states() == {"plain": "ended"}
 
 
 def test_a_service_that_ignores_sigterm_is_killed_after_its_deadline(tmp_path):
