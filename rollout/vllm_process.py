@@ -5,6 +5,7 @@ import logging
 import math
 import os
 import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -74,6 +75,7 @@ class VLLMProcess:
             kv_cache_memory_bytes=int(self._config.kv_cache_gib * 2**30) if on_cpu else None,
             gpu_memory_utilization=self._config.gpu_memory_utilization,
             disable_log_stats=True,
+            use_tqdm_on_load=False,
             **arguments,
         )
         try:
@@ -115,7 +117,9 @@ def _set_environment(config: EngineConfig) -> None:
     for name, value in COMPUTING_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    # At a terminal its warnings of all that this machine lacks would bury the server's own lines.
+    level = os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR" if sys.stderr.isatty() else "WARNING")
+    logging.getLogger("vllm").setLevel(level)
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 
 
