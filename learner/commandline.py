@@ -1,8 +1,10 @@
 """The command line of a training job's process."""
 
 import argparse
+import ctypes
 import logging
 import os
+import signal
 import sys
 import warnings
 from typing import TypeVar
@@ -14,6 +16,8 @@ from learner.offline.config import OfflineExperiment
 
 E_ = TypeVar("E_", LearnerExperiment, OfflineExperiment)
 
+PR_SET_PDEATHSIG = 1
+
 
 def start(prog: str, about: str | None, schema: type[E_]) -> E_:
     """Read the command line and the file, and begin to log.
@@ -22,6 +26,7 @@ def start(prog: str, about: str | None, schema: type[E_]) -> E_:
         SystemExit: The file has a mistake; one line a mistake.
     """
     answer_with_stacks()
+    stop_with_torchrun()
     parser = argparse.ArgumentParser(prog=prog, description=about)
     parser.add_argument("config", help="the experiment's YAML file")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="override of a setting in the file")
@@ -35,6 +40,13 @@ def start(prog: str, about: str | None, schema: type[E_]) -> E_:
     logging.basicConfig(level=experiment.logging.level, format=form)
     quiet_megatron()
     return experiment
+
+
+def stop_with_torchrun() -> None:
+    """Have Linux send a SIGTERM when torchrun dies, of whatever: it leaves its ranks alive when it is killed,
+    and they would hold the addresses and the run folder against those that are started after them."""
+    if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def quiet_megatron() -> None:

@@ -43,6 +43,14 @@ def assert_whole(folder: Path, rows: list[dict], steps: int) -> None:
     assert (folder / "run/model/model.safetensors").exists()
 
 
+def works(process: str) -> bool:
+    """Whether there is such a process, and not only its exit code."""
+    try:
+        return bool(Path("/proc", process, "cmdline").read_bytes())
+    except OSError:
+        return False
+
+
 def keys_for_hosts(folder: Path) -> dict[str, str]:
     """Keys as docs/operations.md has them made and brought to hosts; service → the override for it."""
     (command,) = re.findall(r"```\n(slipstream keys .*)\n```", (HOME / "docs/operations.md").read_text())
@@ -117,6 +125,20 @@ def test_server_then_buffer_then_learner_and_a_second_server_joins_during_the_ru
     assert max(row["staleness/max"] for row in rows) <= 2
     lines = (folder / "run/metrics/rollout-late.jsonl").read_text().splitlines()
     assert json.loads(lines[-1])["groups"] > 0, "it works beside the first"
+
+
+def test_ranks_whose_torchrun_is_killed_stop_too(experiment):
+    folder = experiment("torchrun-killed")
+    with services(folder) as s:
+        s.start("learner")
+        s.says("learner", "waiting for buffer at")
+        torchrun = s.running.pop("learner")
+        ranks = Path(f"/proc/{torchrun.pid}/task/{torchrun.pid}/children").read_text().split()
+        assert ranks
+        torchrun.kill()
+        torchrun.wait()
+        s.until(lambda: not any(map(works, ranks)), 60)
+        assert "SIGTERM" in s.log("learner")
 
 
 def test_a_scorer_that_is_killed_and_started_again_costs_time_only(
