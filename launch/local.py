@@ -50,6 +50,7 @@ def run(experiment: WholeExperiment, command: str, console: Console, plan: Plan 
     """
     run_dir = Path(experiment.run_dir)
     with locked(run_dir):
+        check_folder(experiment)
         history = History(run_dir)
         history.refresh()
         if is_finished(experiment, history):
@@ -182,19 +183,30 @@ def settle(e: WholeExperiment) -> WholeExperiment:
     return e.model_copy(update={"buffer": buffer, "sync": sync, "rollout": rollout, "learner": learner})
 
 
-def write_config(e: Experiment, console: Console) -> Path:
-    """Write the resolved experiment beside the run; tell what changed when the run is resumed.
+def check_folder(e: Experiment) -> None:
+    """Before anything in the run's folder is looked at.
 
     Raises:
-        RunError: The folder holds a run of another name.
+        RunError: It holds a run of another name or command.
     """
+    path = Path(e.run_dir) / "config.yaml"
+    if not path.exists():
+        return
+    old, new = yaml.safe_load(path.read_text()), e.model_dump(mode="json")
+    if old.get("name") != e.name:
+        raise RunError(
+            f"{path.parent}: holds the run {old.get('name')!r}, not {e.name!r}; take another run_dir"
+        )
+    there, here = ((found.get("stage") or {}).get("kind", "run") for found in (old, new))
+    if there != here:
+        raise RunError(f"{path.parent}: holds a run of `slipstream {there}`; take another run_dir")
+
+
+def write_config(e: Experiment, console: Console) -> Path:
+    """Write the resolved experiment beside the run; tell what changed when the run is resumed."""
     path = Path(e.run_dir) / "config.yaml"
     if path.exists():
         old = yaml.safe_load(path.read_text())
-        if old.get("name") != e.name:
-            raise RunError(
-                f"{path.parent}: holds the run {old.get('name')!r}, not {e.name!r}; take another run_dir"
-            )
         # A port that was free may be another one at each start; that is no change of the experiment.
         changes = [c for c in differences(old, e.model_dump(mode="json")) if ".address " not in c]
         if changes:

@@ -15,7 +15,7 @@ from buffer.processor import COMPUTING_ENVIRONMENT
 from launch import model_folder
 from launch.experiment import check_kind, missing_rows, missing_start
 from launch.history import History, Record
-from launch.local import conclude, deadlines, locked, write_config
+from launch.local import check_folder, conclude, deadlines, locked, write_config
 from launch.services import torchrun
 from launch.supervisor import POLL_S, Failure, Service, Supervisor
 from learner.families import Head
@@ -69,6 +69,7 @@ def run_stage(experiment: OfflineExperiment, command: str, console: Console) -> 
     """
     run_dir = Path(experiment.run_dir)
     with locked(run_dir):
+        check_folder(experiment)
         history = History(run_dir)
         history.refresh()
         if is_finished(run_dir, history, experiment.learner):

@@ -167,6 +167,20 @@ def test_a_folder_of_another_run_is_refused(start, config_file):
         start(FAILS)
 
 
+def test_a_folder_of_a_finished_run_of_another_name_is_refused_too(start, config_file):
+    assert start(FINISHES)[0] == 0
+    config_file.write_text(config_file.read_text().replace("name: made", "name: other"))
+    with pytest.raises(local.RunError, match="holds the run 'made', not 'other'"):
+        start(FAILS)
+
+
+def test_a_folder_of_another_command_is_refused(start, tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.yaml").write_text(yaml.safe_dump({"name": "made", "stage": {"kind": "sft"}}))
+    with pytest.raises(local.RunError, match="holds a run of `slipstream sft`"):
+        start(FAILS)
+
+
 def test_two_runs_in_one_folder_are_refused(start, tmp_path):
     run_dir = tmp_path / "run"
     holder = subprocess.Popen(
