@@ -287,6 +287,9 @@ def tune(
     """Predict throughput, idle time and staleness over max_staleness, servers and batch size."""
     from rich.console import Console
 
+    from learner.commandline import quiet_megatron
+
+    quiet_megatron()  # before it is imported by the next line
     from launch import tuning_screen
     from launch.experiment import read
 
