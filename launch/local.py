@@ -145,9 +145,9 @@ def writing(run_dir: Path) -> Iterator[None]:
 def is_finished(e: WholeExperiment, history: History) -> bool:
     """Whether all steps are made that there is data for, the last version is evaluated, and the model is
     written."""
-    last = _last_step(e, history)
-    if not history.steps or max(history.steps) < last:
+    if not history.steps or max(history.steps) < _last_step(e, history):
         return False
+    last = max(history.steps)  # more than are wanted now, where `learner.steps` was lowered
     evaluated = e.eval is None or last in history.scores
     written = not e.learner.checkpoint.export or (Path(e.run_dir) / "model" / "config.json").exists()
     return evaluated and written

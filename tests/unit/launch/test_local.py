@@ -21,7 +21,7 @@ from launch import local, services
 from launch.experiment import read
 from launch.supervisor import Service
 
-OVERRIDES = ["learner.steps=2", "buffer.address=tcp://127.0.0.1:0", "sync.address=tcp://127.0.0.1:0"]
+OVERRIDES = ["buffer.address=tcp://127.0.0.1:0", "sync.address=tcp://127.0.0.1:0"]
 
 FINISHES = """
     import json, pathlib, sys
@@ -59,8 +59,10 @@ STAYS = """
 def start(config_file, tmp_path) -> Callable[..., tuple[int, str]]:
     """Runs the experiment with these scripts as buffer, server and learner; gives exit code and output."""
 
-    def run(learner: str, others: str = FOLLOWS, server: str | None = None) -> tuple[int, str]:
-        experiment = read(config_file, OVERRIDES)
+    def run(
+        learner: str, others: str = FOLLOWS, server: str | None = None, steps: int = 2
+    ) -> tuple[int, str]:
+        experiment = read(config_file, [*OVERRIDES, f"learner.steps={steps}"])
 
         def plan(e, _config) -> list[Service]:
             codes = {"buffer": others, "rollout": server or others, "learner": learner}
@@ -82,10 +84,11 @@ def test_a_finished_run_says_what_came_of_it_and_is_not_run_again(start, tmp_pat
     assert "target 0.8 REACHED: eval score 0.200 → 0.900" in output
     assert str(tmp_path / "run" / "model") in output
     assert (tmp_path / "run" / "report" / "summary.json").exists()
-    code, output = start(FAILS)
-    assert code == 0
-    assert "is finished. To train on, raise learner.steps" in output
-    assert "target 0.8 REACHED" in output
+    for steps in (2, 1):
+        code, output = start(FAILS, steps=steps)
+        assert code == 0
+        assert "is finished. To train on, raise learner.steps" in output
+        assert "target 0.8 REACHED" in output
 
 
 def test_a_failure_is_told_with_its_reason_and_how_to_go_on(start):
