@@ -1,6 +1,7 @@
 """Who gets which cores, GPUs and ports when every service runs on one machine."""
 
 import os
+import random
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,6 +10,9 @@ from pathlib import Path
 
 FEWEST_CORES_TO_SPLIT = 4
 """With fewer, halves would be too small: every service uses all cores and the kernel shares them."""
+
+PORTS = range(20_000, 32_000)
+"""Below those that Linux gives to whoever asks for any: one of those may be gone before a service listens."""
 
 LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
 
@@ -95,7 +99,7 @@ def settle_address(key: str, address: str, taken: set[str]) -> str:
                 f"{key}={address}: cannot listen there: not an address of this machine, or port {port} is "
                 "taken; choose another"
             )
-        address = f"tcp://{host}:{_free_port(host)}"
+        address = f"tcp://{host}:{free_port(host)}"
     taken.add(address)
     return address
 
@@ -109,10 +113,9 @@ def port_is_free(host: str, port: int) -> bool:
     return True
 
 
-def _free_port(host: str) -> int:
-    with _bindable(host) as probe:
-        probe.bind((_plain(host), 0))
-        return probe.getsockname()[1]
+def free_port(host: str) -> int:
+    """One where nobody listens now."""
+    return next(port for port in random.SystemRandom().sample(PORTS, len(PORTS)) if port_is_free(host, port))
 
 
 def _bindable(host: str) -> socket.socket:

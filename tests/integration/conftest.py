@@ -1,13 +1,14 @@
 """What tests of whole services run on: a made model of two layers, and an experiment around it."""
 
 import json
-import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+
+from launch.placement import free_port
 
 REWARD = '''
 def share_of_even_words(text, row):
@@ -51,9 +52,7 @@ def made_model(tmp_path_factory) -> Path:
 @pytest.fixture(scope="session")
 def free_address() -> Callable[[], str]:
     def find() -> str:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            return f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+        return f"tcp://127.0.0.1:{free_port('127.0.0.1')}"
 
     return find
 

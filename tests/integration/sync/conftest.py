@@ -4,13 +4,13 @@ import json
 import multiprocessing
 import os
 import signal
-import socket
 import time
 from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 
+from launch.placement import free_port
 from sync.buckets import TensorSpec, spec_of
 from sync.config import SyncConfig
 from sync.publisher import Publisher
@@ -55,9 +55,7 @@ class Server:
 
 @pytest.fixture
 def address() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+    return f"tcp://127.0.0.1:{free_port('127.0.0.1')}"
 
 
 @pytest.fixture

@@ -109,8 +109,8 @@ def test_a_service_that_hangs_or_never_came_is_named(experiment):
 
 
 def test_stacks_come_from_whoever_has_them_to_give_and_nobody_dies(tmp_path):
-    program = "from buffer.stacks import answer_with_stacks as a; a(); print('ready', flush=True)\n" + (
-        "def stuck():\n  import time; time.sleep(60)\nstuck()"
+    program = "from buffer.stacks import answer_with_stacks as a; a()\n" + (
+        "def stuck():\n  import time; print('ready', flush=True); time.sleep(60)\nstuck()"
     )
     shell = f'sleep 60 & {sys.executable} -c "$PROGRAM" 2> {tmp_path / "stacks"} & wait'
     environment = os.environ | {"PROGRAM": program, "PYTHONPATH": str(Path(watchdog.__file__).parents[1])}

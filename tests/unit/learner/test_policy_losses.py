@@ -111,8 +111,10 @@ def test_losses_and_gradients_are_those_of_a_loop(drawn, kind, clip):
     expected, by_own, stopped = oracle(kind, rows, *clip, trusted)
     assert losses.tolist() == pytest.approx(expected, rel=1e-4, abs=1e-5)
     assert slopes.tolist() == pytest.approx(by_own, rel=1e-4, abs=1e-5)
-    assert [h and a != 0 for h, (*_, a) in zip(held.tolist(), rows, strict=True)] == [
-        s and a != 0 for s, (*_, a) in zip(stopped, rows, strict=True)
+    # An advantage next to nothing comes to nothing in float32, on either side of the bound.
+    matter = [abs(a) > 1e-30 for *_, a in rows]
+    assert [h and m for h, m in zip(held.tolist(), matter, strict=True)] == [
+        s and m for s, m in zip(stopped, matter, strict=True)
     ]
 
 
