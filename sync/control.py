@@ -138,7 +138,8 @@ class Control:
 
     def _wake(self) -> None:
         with self._wake_lock:
-            self._wake_in.send(b"", zmq.NOBLOCK)
+            if not self._wake_in.closed:  # its thread may have seen that it is to end before it is told so
+                self._wake_in.send(b"", zmq.NOBLOCK)
 
     def _run(self) -> None:
         poller = zmq.Poller()
@@ -156,6 +157,8 @@ class Control:
                 self._beat()
                 next_beat = time.monotonic() + interval_s
         self._send_all()
+        with self._wake_lock:
+            self._wake_in.close()
         self._context.destroy(linger=500)
 
     def _admit_all(self) -> None:

@@ -7,6 +7,8 @@ import pytest
 
 from sync.control import Control
 from sync.errors import TransferFailed
+from sync.membership import Member
+from sync.wire import Beat
 
 
 def test_who_waits_for_a_member_is_freed_when_the_publisher_closes():
@@ -26,3 +28,10 @@ def test_who_waits_for_a_member_is_freed_when_the_publisher_closes():
     waiting.join(20)
     assert freed
     assert freed[0] - closed < 10
+
+
+def test_its_thread_may_end_before_close_has_told_it_to():
+    control = Control("tcp://127.0.0.1:*", "run", 10)
+    control.start()
+    control.close()
+    control.send([Member(b"m", "server-0", 1, time.monotonic())], Beat())
