@@ -143,13 +143,17 @@ def steady(history: History) -> list[Record]:
 
 
 def group_seconds(history: History) -> list[float]:
-    """From lease to delivery, of every training group; of a run whose servers did not tell, the mean by
-    Little's law: groups in hand over groups a second."""
-    told = [
-        s for lines in history.servers.values() for line in lines for s in line.get("group_seconds") or ()
-    ]
-    if told:
-        return told
+    """From lease to delivery, of every training group but each server's first, which pay for the engine's
+    warming up; of a run whose servers did not tell, the mean by Little's law: groups in hand over groups a
+    second."""
+    told, first = [], []
+    for lines in history.servers.values():
+        of = [s for line in lines for s in line.get("group_seconds") or ()]
+        in_hand_at_first = max((int(line.get("running_groups") or 0) for line in lines), default=0)
+        first += of[:in_hand_at_first]
+        told += of[in_hand_at_first:]
+    if told or first:
+        return told or first
     held = rate = 0.0
     for lines in history.servers.values():
         busy = [line for line in lines if line.get("running_groups")]

@@ -72,6 +72,17 @@ def test_a_run_that_tells_no_durations_is_taken_by_littles_law(run_dir):
     assert tuning.group_seconds(history) == [pytest.approx(6 / 3)]
 
 
+def test_the_groups_that_a_server_starts_with_are_left_out(run_dir):
+    lines = [{"time": 0.0, "running_groups": 4, "group_seconds": [50.0, 50.0]}]
+    lines += [
+        {"time": 1.0 + t, "running_groups": 3, "group_seconds": [50.0 if t < 2 else 2.0]} for t in range(6)
+    ]
+    (run_dir / "metrics" / "rollout-s.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines))
+    history = History(run_dir)
+    history.refresh()
+    assert tuning.group_seconds(history) == [2.0] * 4
+
+
 def test_a_run_too_short_is_one_line(tmp_path):
     with pytest.raises(ValueError, match="expected three or more, or --generate-seconds"):
         tuning.calibrate(History(tmp_path))
