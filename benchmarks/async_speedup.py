@@ -4,9 +4,10 @@
 
 On two cores, one for the learner and one for the rollout server: first each side alone (`slipstream
 measure`), for the seconds Tg and Tt that a batch takes; then whole runs at `max_staleness` 0, which is
-synchronous, 1, 2 and 4. The ideal speed-up over one after the other is (Tg + Tt) / max(Tg, Tt). The same
-runs are what the simulation of `slipstream tune`, calibrated by Tg and Tt alone, has to foretell. Writes
-benchmarks/results/async_speedup.json. Let nothing else run meanwhile.
+synchronous, 1, 2 and 4. The ideal speed-up over one after the other is (Tg + Tt) / max(Tg, Tt). Two busy
+cores share cache, memory and clock: what is lost by that alone shows when both sides run at once with
+nothing between them. The same runs are what the simulation of `slipstream tune`, calibrated by Tg and Tt
+alone, has to foretell. Writes benchmarks/results/async_speedup.json. Let nothing else run meanwhile.
 """
 
 import argparse
@@ -14,13 +15,13 @@ import dataclasses
 import statistics
 from typing import Any
 
-from pinned_runs import experiment, learner_times, run, run_alone, server_times, step_seconds
+from pinned_runs import experiment, learner_times, run, run_alone, run_together, server_times, step_seconds
 from record import write_result
 
 from launch.simulation import simulate
 from launch.tuning import Alone, setting_of
 
-SETTINGS = ((0, 16, 4), (1, 16, 4), (2, 16, 4), (4, 16, 4), (2, 8, 4), (1, 16, 8))
+SETTINGS = ((0, 16, 8), (1, 16, 8), (2, 16, 8), (4, 16, 8), (2, 8, 8), (1, 16, 4))
 """max_staleness, groups a batch, groups in hand. The first ones are compared with each other, and the others
 are there for the simulation."""
 TARGET = 0.9
@@ -34,6 +35,8 @@ def main() -> None:
     alone = run_alone(experiment("alone", options.steps), options.steps)
     ideal = (alone.generate + alone.train) / max(alone.generate, alone.train)
     print(f"Tg {alone.generate:.2f} s, Tt {alone.train:.2f} s, ideal {ideal:.2f}, {alone.costs}", flush=True)
+    together = run_together(experiment("alone", options.steps), 2 * options.steps)
+    print("at once and unconnected:", together, flush=True)
     runs = [one(*SETTINGS[number], options.steps, alone) for number in options.settings]
     for made in runs:
         same = [r for r in runs if (r["groups"], r["in_hand"]) == (made["groups"], made["in_hand"])]
@@ -47,6 +50,8 @@ def main() -> None:
             "generate_seconds": alone.generate,
             "train_seconds": alone.train,
             "ideal_speedup": ideal,
+            "at_once_unconnected": dict(zip(("generate_seconds", "train_seconds"), together, strict=True)),
+            "unconnected_of_ideal": round(max(alone.generate, alone.train) / max(together), 3),
             "target_of_ideal": TARGET,
             "costs": dataclasses.asdict(alone.costs) | {"work": quantiles(alone.costs.work)},
             "steps": options.steps,

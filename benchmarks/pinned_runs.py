@@ -6,6 +6,7 @@ lengths, and with them costs, stay as they are.
 """
 
 import json
+import multiprocessing
 import os
 import shutil
 import statistics
@@ -18,17 +19,20 @@ from rich.console import Console
 
 from launch import local, measuring
 from launch.experiment import WholeExperiment
+from launch.history import History
+from launch.overview import seconds_of
 from launch.services import plan_services
 from launch.supervisor import Service
-from launch.tuning import Alone
+from launch.tuning import Alone, steady
 
 FOLDER = Path("runs/pinned")
 WARM_UP = 3
 """Steps left out of every rate."""
 LEARNER_CORE, ROLLOUT_CORE = 0, 1
+SPAWN = multiprocessing.get_context("spawn")
 
 
-def make_model(folder: Path, hidden: int = 128, layers: int = 4) -> Path:
+def make_model(folder: Path, hidden: int = 192, layers: int = 4) -> Path:
     import torch
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -70,7 +74,7 @@ def experiment(name: str, steps: int, **changes: dict[str, Any]) -> WholeExperim
         "data": {"train": {"kind": "function", "path": "pinned_runs:rows"}},
         "rollout": {
             "group_size": 8,
-            "max_groups": 4,
+            "max_groups": 8,
             "sampling": {"max_tokens": 96},
             "engine": {"kv_cache_gib": 0.5, "max_num_seqs": 64, "cores": str(ROLLOUT_CORE)},
             "rewards": {"even": {"function": "pinned_runs:share_of_even_words"}},
@@ -116,6 +120,32 @@ def run_alone(e: WholeExperiment, steps: int, train_seconds: float = 0.0) -> Alo
         if measuring.measure(e, steps, train_seconds, "benchmark", console, plan):
             sys.exit(f"{e.run_dir}: measuring failed; see the logs below it")
     return measuring.read_alone(Path(e.run_dir))
+
+
+def run_together(e: WholeExperiment, steps: int) -> tuple[float, float]:
+    """Both sides at once, each on its core and neither knowing of the other; after `run_alone` of the same.
+
+    Returns:
+        Seconds of a batch of the servers and of the learner, over the time that both were at work.
+    """
+    sides = (measuring.servers_alone(e, steps, 0.0), measuring.learner_alone(e, steps))
+    sides = [side.model_copy(update={"run_dir": f"{side.run_dir}-at-once"}) for side in sides]
+    workers = [SPAWN.Process(target=run, args=(side,)) for side in sides]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    histories = [History(Path(side.run_dir)) for side in sides]
+    for history in histories:
+        history.refresh()
+    steps_of = [steady(history) for history in histories]
+    since = max(records[0]["time"] for records in steps_of)
+    until = min(records[-1]["time"] for records in steps_of)
+    waits = ("time/wait_batch", "time/wait_loaded")
+    common = [[r for r in of if since < r["time"] - seconds_of(r) and r["time"] <= until] for of in steps_of]
+    generate = statistics.fmean(seconds_of(r) for r in common[0])
+    train = statistics.fmean(seconds_of(r) - sum(r.get(w) or 0.0 for w in waits) for r in common[1])
+    return round(generate, 3), round(train, 3)
 
 
 def console_of(e: WholeExperiment) -> Any:

@@ -6,8 +6,10 @@ process that does nothing else. Then the engine decodes: tokens are counted alon
 being staged.
 
 With --link-gbit the loopback of a network namespace is held to that rate first, as a link between two
-machines would be. Without it the two ends of a bare broadcast take whole cores, which on a small machine
-leaves none for packing and checking.
+machines would be. Without it the two ends of a bare broadcast take a whole core each, which on two cores
+leaves none for packing and checking: so a bare broadcast whose ends do no more than sum each bucket where
+it lies is measured too. It is what a publish without packing, without a handshake and without an engine
+beside it would be.
 
     python benchmarks/publish_bandwidth.py [--model DIR] [--rounds 8] [--requests 32] [--link-gbit 10]
 """
@@ -20,6 +22,7 @@ import statistics
 import sys
 import time
 from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -27,7 +30,7 @@ import torch
 from record import write_result
 
 from buffer.processor import native_dtype
-from sync.buckets import spec_of
+from sync.buckets import checksum, spec_of
 from sync.config import SyncConfig
 from sync.group import BroadcastGroup, Seat, listen
 from sync.manifest import Manifest
@@ -68,22 +71,39 @@ def learn(address: str, model: str, commands: Connection) -> None:
             version += 1
         else:
             group = group or BroadcastGroup.connect(_seat(port, 0), torch.device("cpu"))
-            for index in range(manifest.num_buckets):
-                start, end = manifest.bucket(index)
-                group.broadcast(stream[start:end])
+            with_sums = command == "summed"
+            group.broadcast(torch.tensor([with_sums]))
+            send_barely(group, stream, with_sums)
             held = time.perf_counter() - started
         commands.send(held)
     publisher.close()
     del store
 
 
+def send_barely(group: BroadcastGroup, stream: torch.Tensor, with_sums: bool) -> None:
+    """Each bucket is summed, if at all, while the one before is on its way."""
+    with ThreadPoolExecutor(max_workers=1) as pool:
+        sent = None
+        for bucket in stream.split(BUCKET_MIB << 20):
+            if with_sums:
+                checksum(bucket)
+            if sent is not None:
+                sent.result()
+            sent = pool.submit(group.broadcast, bucket)
+
+
 def receive_barely(port: int, stream_bytes: int) -> None:
     """The other end of the bare broadcast, into memory that is touched already."""
     group = BroadcastGroup.connect(_seat(port, 1), torch.device("cpu"))
     stream = torch.zeros(stream_bytes, dtype=torch.uint8)
-    while True:
-        for start in range(0, stream_bytes, BUCKET_MIB << 20):
-            group.broadcast(stream[start : start + (BUCKET_MIB << 20)])
+    with_sums = torch.tensor([False])
+    with ThreadPoolExecutor(max_workers=1) as pool:
+        while True:
+            group.broadcast(with_sums)
+            for bucket in stream.split(BUCKET_MIB << 20):
+                group.broadcast(bucket)
+                if with_sums.item():
+                    pool.submit(checksum, bucket)
 
 
 class Decoding:
@@ -162,7 +182,10 @@ async def measure(arguments: argparse.Namespace, address: str, commands: Connect
 
     idle = await idle_seconds(order, arguments.rounds)
     rates = {command: stream_bytes / statistics.median(times) / 1e9 for command, times in idle.items()}
-    ratios = [bare / publish for bare, publish in zip(idle["bare"], idle["publish"], strict=True)]
+    summed, ratios = (
+        [bare / other for bare, other in zip(idle["bare"], idle[name], strict=True)]
+        for name in ("summed", "publish")
+    )
     sink.decoding = Decoding(engine, arguments.requests)
     load = await under_load(order, arguments.rounds, sink.decoding, receiver)
     sink.decoding.stop()
@@ -178,6 +201,7 @@ async def measure(arguments: argparse.Namespace, address: str, commands: Connect
         "publish_gigabytes_per_second": rates["publish"],
         "publish_over_bare": rates["publish"] / rates["bare"],
         "publish_over_bare_median_of_rounds": statistics.median(ratios),
+        "bare_with_sums_over_bare_median_of_rounds": statistics.median(summed),
         "target_publish_over_bare": 0.8,
         **load,
         "decode_tokens_per_second_while_staging": during,
@@ -191,11 +215,11 @@ async def measure(arguments: argparse.Namespace, address: str, commands: Connect
 async def idle_seconds(order: Order, rounds: int) -> dict[str, list[float]]:
     """Seconds of publishes and of bare broadcasts in turn, while the engine has nothing to do."""
     await order("bare"), await order("publish")  # connects, and touches the memory
-    seconds: dict[str, list[float]] = {"bare": [], "publish": []}
+    seconds: dict[str, list[float]] = {"bare": [], "publish": [], "summed": []}
     for _ in range(rounds):
         for command, times in seconds.items():
             times.append(await order(command))
-            print(f"idle {command}: {times[-1]:.2f} s", flush=True)
+            print(f"idle {command}: {times[-1]:.3f} s", flush=True)
     return seconds
 
 
