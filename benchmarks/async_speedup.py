@@ -7,16 +7,19 @@ measure`), for the seconds Tg and Tt that a batch takes; then whole runs at `max
 synchronous, 1, 2 and 4. The ideal speed-up over one after the other is (Tg + Tt) / max(Tg, Tt). Two busy
 cores share cache, memory and clock: what is lost by that alone shows when both sides run at once with
 nothing between them. The same runs are what the simulation of `slipstream tune`, calibrated by Tg and Tt
-alone, has to foretell. Writes benchmarks/results/async_speedup.json. Let nothing else run meanwhile.
+alone, has to foretell. Writes benchmarks/results/async_speedup.json and its picture in docs/pictures/. Let
+nothing else run meanwhile.
 """
 
 import argparse
 import dataclasses
+import json
 import statistics
+from pathlib import Path
 from typing import Any
 
 from pinned_runs import experiment, learner_times, run, run_alone, run_together, server_times, step_seconds
-from record import write_result
+from record import RESULTS, write_result
 
 from launch.simulation import simulate
 from launch.tuning import Alone, setting_of
@@ -25,13 +28,19 @@ SETTINGS = ((0, 16, 8), (1, 16, 8), (2, 16, 8), (4, 16, 8), (2, 8, 8), (1, 16, 4
 """max_staleness, groups a batch, groups in hand. The first ones are compared with each other, and the others
 are there for the simulation."""
 TARGET = 0.9
+PICTURE = Path("docs/pictures/async_speedup.png")
+PARTS = {"trains": "#3b6fb6", "generates": "#4c9a6a", "publishes, pauses": "#d98c2b", "waits": "#d0d4da"}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--steps", type=int, default=15)
     parser.add_argument("--settings", type=int, nargs="*", default=range(len(SETTINGS)), help="by number")
+    parser.add_argument("--plot-only", action="store_true", help="from what is recorded")
     options = parser.parse_args()
+    if options.plot_only:
+        draw(json.loads((RESULTS / "async_speedup.json").read_text()))
+        return
     alone = run_alone(experiment("alone", options.steps), options.steps)
     ideal = (alone.generate + alone.train) / max(alone.generate, alone.train)
     print(f"Tg {alone.generate:.2f} s, Tt {alone.train:.2f} s, ideal {ideal:.2f}, {alone.costs}", flush=True)
@@ -44,20 +53,19 @@ def main() -> None:
         if synchronous is not None and made["max_staleness"]:
             made["speedup"] = round(synchronous / made["step_seconds"], 3)
             made["of_ideal"] = round((alone.generate + alone.train) / made["step_seconds"] / ideal, 3)
-    write_result(
-        "async_speedup",
-        {
-            "generate_seconds": alone.generate,
-            "train_seconds": alone.train,
-            "ideal_speedup": ideal,
-            "at_once_unconnected": dict(zip(("generate_seconds", "train_seconds"), together, strict=True)),
-            "unconnected_of_ideal": round(max(alone.generate, alone.train) / max(together), 3),
-            "target_of_ideal": TARGET,
-            "costs": dataclasses.asdict(alone.costs) | {"work": quantiles(alone.costs.work)},
-            "steps": options.steps,
-            "runs": runs,
-        },
-    )
+    found = {
+        "generate_seconds": alone.generate,
+        "train_seconds": alone.train,
+        "ideal_speedup": ideal,
+        "at_once_unconnected": dict(zip(("generate_seconds", "train_seconds"), together, strict=True)),
+        "unconnected_of_ideal": round(max(alone.generate, alone.train) / max(together), 3),
+        "target_of_ideal": TARGET,
+        "costs": dataclasses.asdict(alone.costs) | {"work": quantiles(alone.costs.work)},
+        "steps": options.steps,
+        "runs": runs,
+    }
+    write_result("async_speedup", found)
+    draw(found)
 
 
 def quantiles(work: tuple[float, ...], count: int = 32) -> list[float]:
@@ -95,6 +103,44 @@ def one(staleness: int, groups: int, in_hand: int, steps: int, alone: Alone) -> 
     }
     print(made, flush=True)
     return made
+
+
+def draw(found: dict[str, Any]) -> None:
+    """Where a step's seconds go: a bar for the learner and one for the server, by staleness."""
+    from launch.plots import STYLE, plt
+
+    size = found["runs"][0]["groups"], found["runs"][0]["in_hand"]
+    runs = [r for r in found["runs"] if (r["groups"], r["in_hand"]) == size]
+    with plt.rc_context({**STYLE, "font.size": 9, "axes.titlesize": 10}):
+        figure, axes = plt.subplots(layout="constrained", figsize=(8, 0.75 * len(runs) + 0.9))
+        ticks = {}
+        for place, made in enumerate(reversed(runs)):
+            step, learner, server = made["step_seconds"], made["learner"], made["server"]
+            empty = server["without_group"] * step
+            learns = learner["forward_backward"] + learner["optimizer"]
+            publishes = learner["publish"] + learner["wait_loaded"]
+            generates = step - empty - server["pause"]
+            bars = {
+                f"learner, {made['max_staleness']}": (learns, 0.0, publishes, learner["wait_batch"]),
+                f"server, {made['max_staleness']}": (0.0, generates, server["pause"], empty),
+            }
+            for row, (name, parts) in enumerate(bars.items()):
+                at = 2.4 * place + 1 - row
+                ticks[at] = name
+                start = 0.0
+                for seconds, (label, color) in zip(parts, PARTS.items(), strict=True):
+                    told = label if not place and not row else None
+                    axes.barh(at, seconds, left=start, color=color, label=told, height=0.9)
+                    start += seconds
+        axes.axvline(max(found["generate_seconds"], found["train_seconds"]), color="black", linestyle=":")
+        axes.set_yticks(list(ticks), ticks.values())
+        axes.set_xlabel("seconds of a step; dotted: the slower side alone")
+        axes.set_title("by max_staleness")
+        axes.grid(axis="y", visible=False)
+        figure.legend(fontsize=8, loc="outside right center")
+        PICTURE.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(PICTURE, dpi=80)
+        plt.close(figure)
 
 
 if __name__ == "__main__":

@@ -104,14 +104,14 @@ def plan(e: WholeExperiment, config: Path) -> list[Service]:
     ]
 
 
-def run(e: WholeExperiment, planned: local.Plan = plan) -> list[dict[str, Any]]:
+def run(e: WholeExperiment, planned: local.Plan = plan, warm_up: int = WARM_UP) -> list[dict[str, Any]]:
     """Make the run, anew; its steps without the first ones."""
     shutil.rmtree(e.run_dir, ignore_errors=True)
     with console_of(e) as console:
         if local.run(e, "benchmark", console, planned):
             sys.exit(f"{e.run_dir}: the run failed; see {e.run_dir}/logs")
     lines = Path(e.run_dir, "metrics.jsonl").read_text().splitlines()
-    return [json.loads(line) for line in lines][WARM_UP:]
+    return [json.loads(line) for line in lines][warm_up:]
 
 
 def run_alone(e: WholeExperiment, steps: int, train_seconds: float = 0.0) -> Alone:
