@@ -69,7 +69,7 @@ class BufferClient:
         deadline_s: float = 600.0,
         keys: ClientKeys | None = None,
     ) -> None:
-        self._requester = Requester("buffer", address, wire.decode_reply, logger, keys)
+        self._requester = Requester("buffer", address, wire.ENVELOPE.open_reply, logger, keys)
         self._role = role
         self._run_id = run_id
         self._name = name
@@ -220,7 +220,7 @@ class BufferClient:
         message = [wire.encode_request(request), *frames]
         until = time.monotonic() + self._deadline_s if deadline is None else deadline
         answer = await self._requester.ask(request.request_id, message, verb, until, wait_s + GRACE_S)
-        wire.raise_if_refused(answer[0])
+        wire.ENVELOPE.raise_if_refused(answer[0])
         return answer
 
 

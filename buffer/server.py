@@ -152,12 +152,12 @@ class BufferServer:
         try:
             request = wire.decode_request(header, self._run_id, self._router.role(frames[-1]))
             fields, out = await self._answer(request, payload[1:])
-            reply = wire.encode_reply(request.request_id, fields)
+            reply = wire.ENVELOPE.reply(request.request_id, fields)
         except Refusal as refusal:
             if isinstance(refusal, BadMessage):
                 self.traffic.bad_messages += 1
                 logger.warning("bad message: %s", refusal)
-            reply, out = wire.encode_refusal(wire.request_id_of(header), refusal), []
+            reply, out = wire.ENVELOPE.refusal(wire.ENVELOPE.request_id(header), refusal), []
         self.traffic.bytes_out += sum(map(len, out))
         await self._router.socket.send_multipart([identity.bytes, reply, *out], copy=not out)
 

@@ -11,17 +11,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
-from buffer.errors import KINDS, BadMessage, Refusal, WrongRun
-from buffer.fields import choice, flag, integer, mapping, number, pack, sequence, text, texts, unpack
+from buffer.envelope import Envelope
+from buffer.errors import KINDS, BadMessage, WrongRun
+from buffer.fields import choice, flag, integer, mapping, number, pack, sequence, text, texts
 from buffer.groups import Frame
 from buffer.records import GivenUp, Lease, Prompt
 
 SCHEMA = 1
-"""Raised by one whenever the bytes change their meaning; a peer with another number is refused."""
 LONGEST_WAIT_S = 60.0
 MAX_HEADER_BYTES = 4 << 20
 """Of a request: far more than its fields need, and little enough that a header of nothing but empty mappings,
 64 times as large in memory, harms nobody."""
+ENVELOPE = Envelope("buffer", "client", SCHEMA, KINDS, longest_request=MAX_HEADER_BYTES)
 
 ROLES = ("rollout", "learner", "observer")
 ROLLOUT_VERBS = ("hello", "status", "lease", "renew", "deliver", "give_up")
@@ -51,24 +52,8 @@ class Request:
 
 
 def encode_request(request: Request) -> bytes:
-    header = {
-        "schema": SCHEMA,
-        "id": request.request_id,
-        "role": request.role,
-        "name": request.name,
-        "run_id": request.run_id,
-        "verb": request.verb,
-        **request.fields,
-    }
-    return pack(header)
-
-
-def request_id_of(frame: Frame) -> str:
-    """The id of a request that may be broken in any other way; empty when it cannot be told."""
-    try:
-        return text(unpack(frame, "header", MAX_HEADER_BYTES), "id", 64)
-    except BadMessage:
-        return ""
+    header = {"role": request.role, "name": request.name, "run_id": request.run_id, "verb": request.verb}
+    return pack(ENVELOPE.request(request.request_id, header | request.fields))
 
 
 def decode_request(frame: Frame, run_id: str, key: str | None = None) -> Request:
@@ -83,13 +68,7 @@ def decode_request(frame: Frame, run_id: str, key: str | None = None) -> Request
         WrongRun: Another schema, or another run.
         BadMessage: Any other fault, naming the field.
     """
-    header = unpack(frame, "header", MAX_HEADER_BYTES)
-    schema = integer(header, "schema")
-    if schema != SCHEMA:
-        raise WrongRun(
-            f"schema: the buffer speaks {SCHEMA}, the client {schema}; run the same version on both sides"
-        )
-    request_id = text(header, "id", 64)
+    request_id, header = ENVELOPE.open_request(frame)
     theirs = text(header, "run_id")
     if theirs != run_id:
         raise WrongRun(f"run_id: this buffer serves run {run_id!r}, the client belongs to {theirs!r}")
@@ -127,31 +106,6 @@ def _fields(verb: str, header: dict[str, Any]) -> dict[str, Any]:
             return {"index": integer(header, "index")}
         case _:
             return {}
-
-
-def encode_reply(request_id: str, fields: dict[str, Any]) -> bytes:
-    return pack({"schema": SCHEMA, "id": request_id, **fields})
-
-
-def encode_refusal(request_id: str, refusal: Refusal) -> bytes:
-    return encode_reply(request_id, {"refused": refusal.kind, "text": str(refusal)})
-
-
-def decode_reply(frame: Frame) -> tuple[str, dict[str, Any]]:
-    """The request's id, and the reply's fields. Whether it is a refusal is for `raise_if_refused`."""
-    header = unpack(frame, "reply")
-    schema = integer(header, "schema")
-    if schema != SCHEMA:
-        raise WrongRun(
-            f"schema: the client speaks {SCHEMA}, the buffer {schema}; run the same version on both sides"
-        )
-    identity = header.get("id")
-    return (identity if isinstance(identity, str) else ""), header
-
-
-def raise_if_refused(reply: dict[str, Any]) -> None:
-    if "refused" in reply:
-        raise KINDS.get(text(reply, "refused"), Refusal)(str(reply.get("text", "")))
 
 
 def encode_given_up(outcome: GivenUp | None) -> dict[str, Any]:

@@ -55,7 +55,7 @@ class ReferenceClient:
         self._weights = weights
         self._name = name
         self._timeout_s = timeout_s
-        self._requester = Requester("reference", address, wire.decode_reply, logger, keys)
+        self._requester = Requester("reference", address, wire.ENVELOPE.open_reply, logger, keys)
         self._told = -TELL_S
 
     async def __aenter__(self) -> Self:
@@ -96,7 +96,7 @@ class ReferenceClient:
             try:
                 deadline = time.monotonic() + self._timeout_s
                 answer = await self._requester.ask(request.request_id, message, what, deadline, expected_s)
-                wire.raise_if_refused(answer[0])
+                wire.ENVELOPE.raise_if_refused(answer[0])
                 return answer
             except Unreachable:
                 # Where answers to others came, it is there and works through what was sent before.

@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from buffer.errors import BadMessage, Refusal
+from buffer.answering import Answering
 from buffer.groups import Frame
 from buffer.keys import ServerKeys
 from buffer.router import Router
 from learner.reference import wire
-from learner.reference.wire import Request, Served, Work
+from learner.reference.wire import Served, Work
 
 logger = logging.getLogger(__name__)
 
@@ -26,8 +26,6 @@ Logprobs = NDArray[np.float32]
 class Traffic:
     """What went over the socket since the start."""
 
-    requests: int = 0
-    bad_messages: int = 0
     micro_batches: int = 0
     """That were answered."""
     tokens: int = 0
@@ -52,44 +50,23 @@ class ReferenceServer:
         self.traffic = Traffic()
         self.waiting: queue.SimpleQueue[tuple[Work, Future[Logprobs]]] = queue.SimpleQueue()
         self._served = served
-        self._running: dict[str, asyncio.Task[Logprobs]] = {}
-        """By request id: one that is sent again while it is in hand is computed once."""
         self._router = Router("learner.reference.address", address, served.max_message_bytes, keys)
+        self._answering = Answering[Logprobs](self._router, wire.ENVELOPE, self._answer, logger)
 
     async def run(self) -> None:
-        """Take requests and send their answers until cancelled.
-
-        Consumes: requests. Waits for: the next one. Unblocked by: any peer.
-        """
-        async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._router.admit())
-            while True:
-                identity, *frames = await self._router.socket.recv_multipart(copy=False)
-                self.traffic.requests += 1
-                tasks.create_task(self._serve(identity.bytes, [f.buffer for f in frames]))
+        """Take requests and send their answers until cancelled; see `Answering.run`."""
+        await self._answering.run()
 
     def close(self) -> None:
         self._router.close()
 
-    async def _serve(self, identity: bytes, frames: list[Frame]) -> None:
-        """One request from its frames to its answer; a fault of the sender's becomes an error reply."""
-        try:
-            reply = await self._answer(wire.decode_request(frames, self._served))
-        except Refusal as refusal:
-            self.traffic.bad_messages += isinstance(refusal, BadMessage)
-            logger.warning("%s: %s", refusal.kind.replace("_", " "), refusal)
-            reply = [wire.encode_refusal(wire.request_id_of(frames[0] if frames else b""), refusal)]
-        await self._router.socket.send_multipart([identity, *reply])
-
-    async def _answer(self, request: Request) -> list[Frame]:
-        if request.work is None:
-            return [wire.encode_reply(request.request_id)]
-        running = self._running.get(request.request_id)
-        if running is None:
-            running = asyncio.create_task(self._compute(request.work))
-            self._running[request.request_id] = running
-            running.add_done_callback(lambda _: self._running.pop(request.request_id))
-        return wire.encode_logprobs(request.request_id, await running)
+    async def _answer(self, frames: list[Frame]) -> list[Frame]:
+        request = wire.decode_request(frames, self._served)
+        work = request.work
+        if work is None:
+            return [wire.ENVELOPE.reply(request.request_id)]
+        found = await self._answering.once(request.request_id, lambda: self._compute(work))
+        return wire.encode_logprobs(request.request_id, found)
 
     async def _compute(self, work: Work) -> Logprobs:
         self.traffic.in_hand += 1
@@ -104,4 +81,5 @@ class ReferenceServer:
         return found
 
     def metrics(self) -> dict[str, Any]:
-        return {name: getattr(self.traffic, name) for name in Traffic.__slots__}
+        traffic = {name: getattr(self.traffic, name) for name in Traffic.__slots__}
+        return {"requests": self._answering.requests, "bad_messages": self._answering.bad_messages, **traffic}

@@ -14,18 +14,19 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
+from buffer.envelope import Envelope
 from buffer.errors import BadMessage, Refusal, WrongRun
 from buffer.fields import choice, integer, number, pack, sequence, text, unpack
 from buffer.groups import Frame
 
 SCHEMA = 1
-"""Raised by one whenever the bytes change their meaning; a peer with another number is refused."""
 MAX_HEADER_BYTES = 1 << 20
 VERBS = ("hello", "logprobs")
 INT = np.dtype("<i4")
 FLOAT = np.dtype("<f4")
 
 KINDS: dict[str, type[Refusal]] = {c.kind: c for c in (Refusal, BadMessage, WrongRun)}
+ENVELOPE = Envelope("reference", "learner", SCHEMA, KINDS, MAX_HEADER_BYTES, MAX_HEADER_BYTES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,13 +77,8 @@ class Served:
 
 
 def encode_request(request: Request) -> list[Frame]:
-    header: dict[str, Any] = {
-        "schema": SCHEMA,
-        "id": request.request_id,
-        "run_id": request.run_id,
-        "weights": request.weights,
-        "name": request.name,
-    }
+    fields = {"run_id": request.run_id, "weights": request.weights, "name": request.name}
+    header = ENVELOPE.request(request.request_id, fields)
     if request.work is None:
         return [pack(header | {"verb": "hello"})]
     return encode_work(request.work, header | {"verb": "logprobs"})
@@ -101,14 +97,6 @@ def decode_work(frames: Sequence[Frame], served: Served) -> Work:
     return _work(unpack(frames[0], "header", MAX_HEADER_BYTES), frames[1:], served)
 
 
-def request_id_of(frame: Frame) -> str:
-    """The id of a request that may be broken in any other way; empty when it cannot be told."""
-    try:
-        return text(unpack(frame, "header", MAX_HEADER_BYTES), "id", 64)
-    except BadMessage:
-        return ""
-
-
 def decode_request(frames: Sequence[Frame], served: Served) -> Request:
     """Check a request.
 
@@ -116,13 +104,7 @@ def decode_request(frames: Sequence[Frame], served: Served) -> Request:
         WrongRun: Another schema, another run, or a learner that started from other weights.
         BadMessage: Any other fault, naming the field.
     """
-    header = unpack(frames[0] if frames else b"", "header", MAX_HEADER_BYTES)
-    schema = integer(header, "schema")
-    if schema != SCHEMA:
-        raise WrongRun(
-            f"schema: the reference speaks {SCHEMA}, the learner {schema}; run the same version on both sides"
-        )
-    request_id = text(header, "id", 64)
+    request_id, header = ENVELOPE.open_request(frames[0] if frames else b"")
     theirs = text(header, "run_id")
     if theirs != served.run_id:
         raise WrongRun(f"run_id: this reference serves run {served.run_id!r}, the learner is of {theirs!r}")
@@ -177,33 +159,8 @@ def _array(frame: Frame, name: str, below: int) -> NDArray[np.int32]:
     return found.astype(np.int32, copy=False)
 
 
-def encode_reply(request_id: str) -> bytes:
-    return pack({"schema": SCHEMA, "id": request_id})
-
-
 def encode_logprobs(request_id: str, logprobs: NDArray[np.float32]) -> list[Frame]:
-    return [encode_reply(request_id), logprobs.astype(FLOAT, copy=False).tobytes()]
-
-
-def encode_refusal(request_id: str, refusal: Refusal) -> bytes:
-    return pack({"schema": SCHEMA, "id": request_id, "refused": refusal.kind, "text": str(refusal)})
-
-
-def decode_reply(frame: Frame) -> tuple[str, dict[str, Any]]:
-    """The request's id, and the reply's fields. Whether it is a refusal is for `raise_if_refused`."""
-    header = unpack(frame, "reply", MAX_HEADER_BYTES)
-    schema = integer(header, "schema")
-    if schema != SCHEMA:
-        raise WrongRun(
-            f"schema: the learner speaks {SCHEMA}, the reference {schema}; run the same version on both sides"
-        )
-    identity = header.get("id")
-    return (identity if isinstance(identity, str) else ""), header
-
-
-def raise_if_refused(reply: dict[str, Any]) -> None:
-    if "refused" in reply:
-        raise KINDS.get(text(reply, "refused"), Refusal)(str(reply.get("text", "")))
+    return [ENVELOPE.reply(request_id), logprobs.astype(FLOAT, copy=False).tobytes()]
 
 
 def decode_logprobs(frames: Sequence[Frame], count: int) -> NDArray[np.float32]:

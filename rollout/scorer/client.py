@@ -44,7 +44,7 @@ class ScorerClient:
         self._run_id = run_id
         self._name = name
         self._timeout_s = timeout_s
-        self._requester = Requester(f"scorer {reward}", address, wire.decode_reply, logger, keys)
+        self._requester = Requester(f"scorer {reward}", address, wire.ENVELOPE.open_reply, logger, keys)
 
     async def __aenter__(self) -> Self:
         await self._requester.__aenter__()
@@ -81,5 +81,5 @@ class ScorerClient:
         message = wire.encode_request(request)
         deadline = time.monotonic() + timeout_s
         answer = await self._requester.ask(request.request_id, message, what, deadline, expected_s)
-        wire.raise_if_refused(answer[0])
+        wire.ENVELOPE.raise_if_refused(answer[0])
         return answer

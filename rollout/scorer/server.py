@@ -1,6 +1,5 @@
 """The scorer's socket: requests in, scores out, each request its own task."""
 
-import asyncio
 import logging
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -8,14 +7,15 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from buffer.errors import BadMessage, Refusal
+from buffer.answering import Answering
+from buffer.errors import BadMessage
 from buffer.groups import Frame
 from buffer.keys import ServerKeys
 from buffer.rendering import PromptRefused
 from buffer.router import Router
 from rollout.scorer import wire
 from rollout.scorer.rendering import WordsRenderer
-from rollout.scorer.wire import Ids, Request, ScoringFailed, Welcome, Words
+from rollout.scorer.wire import Ids, ScoringFailed, Welcome, Words
 
 logger = logging.getLogger(__name__)
 
@@ -34,8 +34,6 @@ class RewardModel(Protocol):
 class Traffic:
     """What went over the socket since the start."""
 
-    requests: int = 0
-    bad_messages: int = 0
     failed: int = 0
     scores: int = 0
     tokens: int = 0
@@ -77,50 +75,29 @@ class ScorerServer:
         self._welcome = welcome
         self._run_id = run_id
         self._reward = reward
-        self._running: dict[str, asyncio.Task[float]] = {}
-        """By request id: one that is sent again while it is in hand is computed once."""
         key = f"rollout.rewards.{reward}.address"
         self._router = Router(key, address, wire.MAX_MESSAGE_BYTES, keys)
+        self._answering = Answering[float](self._router, wire.ENVELOPE, self._answer, logger)
 
     async def run(self) -> None:
-        """Answer until cancelled; the engine's end comes out here.
-
-        Consumes: requests. Waits for: the next one. Unblocked by: any peer.
-        """
-        async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._router.admit())
-            while True:
-                identity, *frames = await self._router.socket.recv_multipart(copy=False)
-                self.traffic.requests += 1
-                tasks.create_task(self._serve(identity.bytes, [f.buffer for f in frames]))
+        """Answer until cancelled; the engine's end comes out here. See `Answering.run`."""
+        await self._answering.run()
 
     def close(self) -> None:
         self._router.close()
 
-    async def _serve(self, identity: bytes, frames: list[Frame]) -> None:
-        """One request from its frames to its answer; a fault of the sender's becomes an error reply."""
-        try:
-            request = wire.decode_request(frames, self._run_id, self._reward)
-            reply = await self._answer(request)
-        except Refusal as refusal:
-            if isinstance(refusal, ScoringFailed):
-                self.traffic.failed += 1
-            elif isinstance(refusal, BadMessage):
-                self.traffic.bad_messages += 1
-            logger.warning("%s: %s", refusal.kind.replace("_", " "), refusal)
-            reply = wire.encode_refusal(wire.request_id_of(frames[0] if frames else b""), refusal)
-        await self._router.socket.send_multipart([identity, reply])
-
-    async def _answer(self, request: Request) -> bytes:
+    async def _answer(self, frames: list[Frame]) -> list[Frame]:
+        request = wire.decode_request(frames, self._run_id, self._reward)
         if request.work is None:
             logger.info("%s is here", request.name)
-            return wire.encode_welcome(request.request_id, self._welcome)
-        running = self._running.get(request.request_id)
-        if running is None:
-            running = asyncio.create_task(self._score(self._token_ids(request.work)))
-            self._running[request.request_id] = running
-            running.add_done_callback(lambda _: self._running.pop(request.request_id))
-        return wire.encode_score(request.request_id, await running)
+            return [wire.encode_welcome(request.request_id, self._welcome)]
+        try:
+            token_ids = self._token_ids(request.work)
+            score = await self._answering.once(request.request_id, lambda: self._score(token_ids))
+        except ScoringFailed:
+            self.traffic.failed += 1
+            raise
+        return [wire.encode_score(request.request_id, score)]
 
     def _token_ids(self, work: Ids | Words) -> NDArray[np.int32]:
         if isinstance(work, Words):
@@ -146,4 +123,5 @@ class ScorerServer:
         return score
 
     def metrics(self) -> dict[str, Any]:
-        return {name: getattr(self.traffic, name) for name in Traffic.__slots__}
+        traffic = {name: getattr(self.traffic, name) for name in Traffic.__slots__}
+        return {"requests": self._answering.requests, "bad_messages": self._answering.bad_messages, **traffic}

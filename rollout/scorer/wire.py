@@ -13,12 +13,12 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
+from buffer.envelope import Envelope
 from buffer.errors import BadMessage, Refusal, WrongRun
-from buffer.fields import choice, flag, integer, number, pack, text, unpack
+from buffer.fields import choice, flag, integer, number, pack, text
 from buffer.groups import Frame
 
 SCHEMA = 1
-"""Raised by one whenever the bytes change their meaning; a peer with another number is refused."""
 MAX_MESSAGE_BYTES = 64 << 20
 MAX_TEXT = 16 << 20
 """Characters of a prompt or a completion."""
@@ -34,6 +34,7 @@ class ScoringFailed(Refusal):
 
 
 KINDS: dict[str, type[Refusal]] = {c.kind: c for c in (Refusal, BadMessage, WrongRun, ScoringFailed)}
+ENVELOPE = Envelope("scorer", "client", SCHEMA, KINDS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,13 +83,8 @@ class Welcome:
 
 
 def encode_request(request: Request) -> list[Frame]:
-    header: dict[str, Any] = {
-        "schema": SCHEMA,
-        "id": request.request_id,
-        "run_id": request.run_id,
-        "reward": request.reward,
-        "name": request.name,
-    }
+    fields = {"run_id": request.run_id, "reward": request.reward, "name": request.name}
+    header = ENVELOPE.request(request.request_id, fields)
     match request.work:
         case None:
             return [pack(header | {"verb": "hello"})]
@@ -100,14 +96,6 @@ def encode_request(request: Request) -> list[Frame]:
             return [pack(header | {"verb": "score_text"} | words)]
 
 
-def request_id_of(frame: Frame) -> str:
-    """The id of a request that may be broken in any other way; empty when it cannot be told."""
-    try:
-        return text(unpack(frame, "header"), "id", 64)
-    except BadMessage:
-        return ""
-
-
 def decode_request(frames: Sequence[Frame], run_id: str, reward: str) -> Request:
     """Check a request.
 
@@ -115,13 +103,7 @@ def decode_request(frames: Sequence[Frame], run_id: str, reward: str) -> Request
         WrongRun: Another schema, another run, or another reward's scorer.
         BadMessage: Any other fault, naming the field.
     """
-    header = unpack(frames[0] if frames else b"", "header")
-    schema = integer(header, "schema")
-    if schema != SCHEMA:
-        raise WrongRun(
-            f"schema: the scorer speaks {SCHEMA}, the client {schema}; run the same version on both sides"
-        )
-    request_id = text(header, "id", 64)
+    request_id, header = ENVELOPE.open_request(frames[0] if frames else b"")
     theirs = text(header, "run_id")
     if theirs != run_id:
         raise WrongRun(f"run_id: this scorer serves run {run_id!r}, the client belongs to {theirs!r}")
@@ -169,38 +151,13 @@ def _long_text(header: dict[str, Any], name: str) -> str:
     return value
 
 
-def encode_reply(request_id: str, fields: dict[str, Any]) -> bytes:
-    return pack({"schema": SCHEMA, "id": request_id, **fields})
-
-
 def encode_welcome(request_id: str, welcome: Welcome) -> bytes:
     fields = {"model": welcome.model, "tokenizer": welcome.tokenizer, "max_length": welcome.max_length}
-    return encode_reply(request_id, fields)
+    return ENVELOPE.reply(request_id, fields)
 
 
 def encode_score(request_id: str, score: float) -> bytes:
-    return encode_reply(request_id, {"score": score})
-
-
-def encode_refusal(request_id: str, refusal: Refusal) -> bytes:
-    return encode_reply(request_id, {"refused": refusal.kind, "text": str(refusal)})
-
-
-def decode_reply(frame: Frame) -> tuple[str, dict[str, Any]]:
-    """The request's id, and the reply's fields. Whether it is a refusal is for `raise_if_refused`."""
-    header = unpack(frame, "reply")
-    schema = integer(header, "schema")
-    if schema != SCHEMA:
-        raise WrongRun(
-            f"schema: the client speaks {SCHEMA}, the scorer {schema}; run the same version on both sides"
-        )
-    identity = header.get("id")
-    return (identity if isinstance(identity, str) else ""), header
-
-
-def raise_if_refused(reply: dict[str, Any]) -> None:
-    if "refused" in reply:
-        raise KINDS.get(text(reply, "refused"), Refusal)(str(reply.get("text", "")))
+    return ENVELOPE.reply(request_id, {"score": score})
 
 
 def decode_welcome(reply: dict[str, Any]) -> Welcome:

@@ -27,7 +27,7 @@ KIB = 4096
 )
 def test_buffer_requests(raw, key):
     with within(KIB):
-        assert len(wire.request_id_of(raw)) <= 64
+        assert len(wire.ENVELOPE.request_id(raw)) <= 64
         try:
             request = wire.decode_request(raw, "run", key)
         except Refusal:
@@ -58,8 +58,8 @@ def test_buffer_replies(raw):
     """A buffer that talks nonsense ends its client in order, with a reason."""
     with within(KIB):
         try:
-            _, reply = wire.decode_reply(raw)
-            wire.raise_if_refused(reply)
+            _, reply = wire.ENVELOPE.open_reply(raw)
+            wire.ENVELOPE.raise_if_refused(reply)
             for lease in wire.decode_leases(reply):
                 assert lease.version >= 0
         except Refusal:
@@ -111,7 +111,7 @@ def test_groups(meta, frame):
 def test_batches_from_a_buffer_that_talks_nonsense(raw, frames):
     with within(KIB):
         try:
-            _, reply = wire.decode_reply(raw)
+            _, reply = wire.ENVELOPE.open_reply(raw)
             _batch(reply, [memoryview(frame) for frame in frames])
         except Refusal:
             pass
@@ -152,7 +152,7 @@ SCORER = [
 @fuzzed(100, messages(*SCORER), st.lists(st.one_of(st.binary(max_size=9), st.just(b"\1\0\0\0")), max_size=2))
 def test_scorer_requests(raw, frames):
     with within(KIB):
-        assert len(scorer_wire.request_id_of(raw)) <= 64
+        assert len(scorer_wire.ENVELOPE.request_id(raw)) <= 64
         try:
             request = scorer_wire.decode_request([raw, *frames], "run", "helpful")
         except Refusal:
@@ -174,8 +174,8 @@ def test_scorer_replies(raw):
     for read in (scorer_wire.decode_score, scorer_wire.decode_welcome):
         with within(KIB):
             try:
-                _, reply = scorer_wire.decode_reply(raw)
-                scorer_wire.raise_if_refused(reply)
+                _, reply = scorer_wire.ENVELOPE.open_reply(raw)
+                scorer_wire.ENVELOPE.raise_if_refused(reply)
                 read(reply)
             except Refusal:
                 pass
@@ -206,7 +206,7 @@ reference_frames = st.one_of(
 @fuzzed(100, messages(*REFERENCE_TREES), reference_frames)
 def test_reference_requests(raw, frames):
     with within(KIB):
-        assert len(reference_wire.request_id_of(raw)) <= 64
+        assert len(reference_wire.ENVELOPE.request_id(raw)) <= 64
         try:
             request = reference_wire.decode_request([raw, *frames], SERVED)
         except Refusal:
@@ -222,8 +222,8 @@ def test_reference_requests(raw, frames):
 
 
 REFERENCE_REPLIES = [
-    msgpack.unpackb(reference_wire.encode_reply("id")),
-    msgpack.unpackb(reference_wire.encode_refusal("id", BadMessage("why"))),
+    msgpack.unpackb(reference_wire.ENVELOPE.reply("id")),
+    msgpack.unpackb(reference_wire.ENVELOPE.refusal("id", BadMessage("why"))),
 ]
 
 
@@ -231,8 +231,8 @@ REFERENCE_REPLIES = [
 def test_reference_replies(raw, frames):
     with within(KIB):
         try:
-            _, reply = reference_wire.decode_reply(raw)
-            reference_wire.raise_if_refused(reply)
+            _, reply = reference_wire.ENVELOPE.open_reply(raw)
+            reference_wire.ENVELOPE.raise_if_refused(reply)
             assert len(reference_wire.decode_logprobs(frames, 2)) == 2
         except Refusal:
             pass
@@ -242,7 +242,7 @@ def test_a_header_that_would_unpack_into_gigabytes_is_refused_first():
     """A byte of msgpack may be an empty mapping of 64."""
     raw = b"\xdd" + (5 << 20).to_bytes(4, "big") + b"\x80" * (5 << 20)
     with within(KIB):
-        assert wire.request_id_of(raw) == ""
+        assert wire.ENVELOPE.request_id(raw) == ""
         with pytest.raises(BadMessage, match="header: 5242885 bytes"):
             wire.decode_request(raw, "run")
 

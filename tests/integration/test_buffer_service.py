@@ -137,9 +137,9 @@ def test_bad_messages_are_answered_counted_and_end_nothing(service):
                 ]:
                     await raw.send_multipart(frames)
                     (answer,) = await asyncio.wait_for(raw.recv_multipart(), 10)
-                    _, reply = wire.decode_reply(answer)
+                    _, reply = wire.ENVELOPE.open_reply(answer)
                     with pytest.raises(BadMessage, match=field):
-                        wire.raise_if_refused(reply)
+                        wire.ENVELOPE.raise_if_refused(reply)
                 assert (await rollout.status())["bad_messages"] == 6
                 assert await rollout.deliver(made_group(lease))
         finally:

@@ -336,7 +336,7 @@ def test_a_scorer_scores_for_nobody_who_is_not_admitted(folders, intruder, addre
         async with ScorerClient("helpful", address, "run", "a", 1.0, intruder("scorer")) as stranger:
             with pytest.raises(Unreachable, match=r"scorer helpful .*security\.keys\) may not match"):
                 await stranger.score(work)
-        assert server.traffic.requests == 0
+        assert server.metrics()["requests"] == 0
         keys = client_keys(ours, "rollout", "scorer")
         async with ScorerClient("helpful", address, "run", "b", 10.0, keys) as good:
             assert await good.score(work) == 3.0
@@ -359,7 +359,7 @@ def test_a_reference_computes_for_nobody_but_the_learner(folders, intruder, addr
             async with ReferenceClient(address, "run", "weights", "a", 1.0, keys) as stranger:
                 with pytest.raises(Unreachable, match=r"reference at .*security\.keys\) may not match"):
                     await stranger.hello()
-        assert server.traffic.requests == 0
+        assert server.metrics()["requests"] == 0
         keys = client_keys(ours, "learner", "reference")
         async with ReferenceClient(address, "run", "weights", "b", 10.0, keys) as good:
             await good.hello()

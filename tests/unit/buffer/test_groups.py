@@ -10,16 +10,13 @@ from buffer.errors import BadMessage, Refusal, WrongRun
 from buffer.groups import decode_delivery, decode_group, encode_group
 from buffer.records import Group, Lease, Prompt, Trajectory
 from buffer.wire import (
+    ENVELOPE,
     SCHEMA,
     Request,
     decode_leases,
-    decode_reply,
     decode_request,
     encode_leases,
-    encode_refusal,
-    encode_reply,
     encode_request,
-    raise_if_refused,
 )
 
 LEASE = Lease("l", Prompt("0/1", {"prompt": "p"}), "train", 3)
@@ -169,7 +166,7 @@ def test_noise_is_a_bad_message_and_nothing_else(meta, arrays):
     for read in (
         lambda: decode_group(meta, arrays),
         lambda: decode_request(meta, "run"),
-        lambda: decode_reply(meta),
+        lambda: ENVELOPE.open_reply(meta),
     ):
         assert refused(read) != ""
 
@@ -218,15 +215,15 @@ def test_requests_replies_and_leases_come_back_as_they_went():
     )
     assert decode_request(encode_request(request), "run") == request
     eval_lease = Lease("m", Prompt("eval/0/1", {"prompt": [{"role": "user", "content": "x"}]}), "eval", 0)
-    request_id, reply = decode_reply(encode_reply("id", encode_leases([LEASE, eval_lease])))
-    raise_if_refused(reply)
+    request_id, reply = ENVELOPE.open_reply(ENVELOPE.reply("id", encode_leases([LEASE, eval_lease])))
+    ENVELOPE.raise_if_refused(reply)
     assert (request_id, decode_leases(reply)) == ("id", [LEASE, eval_lease])
 
 
 def test_a_refusal_is_raised_again_as_itself():
-    _, reply = decode_reply(encode_refusal("id", WrongRun("run_id: no")))
+    _, reply = ENVELOPE.open_reply(ENVELOPE.refusal("id", WrongRun("run_id: no")))
     with pytest.raises(WrongRun, match="run_id: no"):
-        raise_if_refused(reply)
+        ENVELOPE.raise_if_refused(reply)
 
 
 def test_schema_run_role_and_verb_are_checked():

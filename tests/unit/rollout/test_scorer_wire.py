@@ -94,14 +94,14 @@ def test_what_is_no_header_is_a_bad_message(frames):
 
 def test_a_welcome_and_a_score_come_back_whole():
     welcome = Welcome("/models/reward", "f" * 32, 128)
-    request_id, reply = wire.decode_reply(wire.encode_welcome("r1", welcome))
+    request_id, reply = wire.ENVELOPE.open_reply(wire.encode_welcome("r1", welcome))
     assert (request_id, wire.decode_welcome(reply)) == ("r1", welcome)
     score = float(np.float32(-12.3456789))
-    assert wire.decode_score(wire.decode_reply(wire.encode_score("r2", score))[1]) == score
+    assert wire.decode_score(wire.ENVELOPE.open_reply(wire.encode_score("r2", score))[1]) == score
 
 
 @pytest.mark.parametrize("refusal", [BadMessage("x: wrong"), WrongRun("no"), ScoringFailed("too_long: 9")])
 def test_a_refusal_is_raised_again_as_what_it_was(refusal):
-    _, reply = wire.decode_reply(wire.encode_refusal("r1", refusal))
+    _, reply = wire.ENVELOPE.open_reply(wire.ENVELOPE.refusal("r1", refusal))
     with pytest.raises(type(refusal), match=str(refusal)):
-        wire.raise_if_refused(reply)
+        wire.ENVELOPE.raise_if_refused(reply)
