@@ -77,7 +77,8 @@ class DPPOConfig(Section):
 
 class M2POConfig(Section):
     second_moment: float = Field(default=0.04, gt=0)
-    """Largest mean of (log π - log μ)² over the tokens that are trained; the furthest off are left out."""
+    """Largest mean of (log π - log μ)² over the tokens that the update drives further from the sampler; the
+    furthest off of these are left out."""
 
 
 class OverlongConfig(Section):

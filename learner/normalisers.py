@@ -28,19 +28,24 @@ def trusted_tokens(
 ) -> list[Tensor]:
     """Of each micro-batch, which tokens loss m2po trains, bool [N]; on the last stage only.
 
+    Only tokens of its trust region can be left out, and only their squares count: those that the update would
+    drive further from the sampler, A > 0 with π > μ or A < 0 with π < μ (arXiv 2510.01161, algorithm 1). One
+    that leads back towards it is trained however far off it is.
+
     Args:
-        micro_batches: Of this rank.
+        micro_batches: Of this rank, with their final advantages.
         logprobs: log π of the weights that are about to be trained, float32 [N] of each micro-batch; none but
             on the last stage.
-        second_moment: Of log π/μ, over the trusted tokens of the global batch.
+        second_moment: Of log π/μ, over what is trained of the trust region, of the global batch.
     """
     if not parallel.is_last_stage():
         return []
     pairs = list(zip(micro_batches, logprobs, strict=True))
-    squares = [(found - batch.behavior_logprobs) ** 2 for batch, found in pairs]
-    real = [of[batch.weights > 0] for of, (batch, _) in zip(squares, pairs, strict=True)]
-    limit = trusted_limit(collectives.numbers_over_data(torch.cat(real)), second_moment)
-    return [of <= limit for of in squares]
+    logs = [found - batch.behavior_logprobs for batch, found in pairs]
+    away = [(b.weights > 0) & (b.advantages * of > 0) for of, (b, _) in zip(logs, pairs, strict=True)]
+    squares = torch.cat([of[held] ** 2 for of, held in zip(logs, away, strict=True)])
+    limit = trusted_limit(collectives.numbers_over_data(squares), second_moment)
+    return [~held | (of**2 <= limit) for of, held in zip(logs, away, strict=True)]
 
 
 def weight_sums(micro_batches: Iterable[MicroBatch], algorithm: AlgorithmConfig) -> tuple[float, float]:

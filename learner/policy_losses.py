@@ -114,7 +114,7 @@ def trusted_limit(squares: Tensor, second_moment: float) -> float:
     so that it does not matter in which order tokens come (arXiv 2510.01161, algorithm 1).
 
     Args:
-        squares: Numbers [n] of the whole batch, (log π - log μ)².
+        squares: Numbers [n], (log π - log μ)² of the whole batch's trust region.
 
     Returns:
         Below 0 if none is trusted.

@@ -121,6 +121,16 @@ def log_ratios(folder) -> dict[float, float]:
     return found
 
 
+def praised_tokens() -> dict[float, bool]:
+    """Whether the token's advantage is above 0, by its log μ: of two completions the better one's is."""
+    return {
+        float(mu): t.reward == max(u.reward for u in g.trajectories)
+        for g in BATCH.groups
+        for t in g.trajectories
+        for mu in t.behavior_logprobs[t.loss_mask > 0]
+    }
+
+
 def test_weights_are_divided_by_their_mean_over_all_micro_batches(trained, folder):
     correction = {"normalize": True, "cap": 1.5, "veto": 0}
     one, several = (trained(budget, correction=correction) for budget in (512, 64))
@@ -151,11 +161,15 @@ def test_m2po_trusts_the_same_tokens_in_one_micro_batch_and_in_several(trained, 
     settings = {"loss": "m2po", "correction": {"kind": "bypass"}, "m2po": {"second_moment": 0.05}}
     one, several = (trained(budget, **settings) for budget in (512, 64))
     assert len(one.given) == 1 < len(several.given)
-    logs = log_ratios(folder)
-    kept = sorted(logs, key=lambda mu: logs[mu] ** 2)
-    while sum(logs[mu] ** 2 for mu in kept) / len(kept) > 0.05:
-        kept.pop()
-    assert 0 < len(kept) < len(logs), "the case is to tell something"
+    logs, praised = log_ratios(folder), praised_tokens()
+    away = [mu for mu in logs if (logs[mu] > 0) == praised[mu]]
+    held = sorted(away, key=lambda mu: logs[mu] ** 2)
+    while sum(logs[mu] ** 2 for mu in held) / len(held) > 0.05:
+        held.pop()
+    assert 0 < len(held) < len(away), "the case is to tell something"
+    towards = [mu for mu in logs if mu not in away]
+    assert max(logs[mu] ** 2 for mu in towards) > max(logs[mu] ** 2 for mu in held), "and stays all the same"
+    kept = held + towards
     for step in (one, several):
         found = [
             mu
