@@ -17,7 +17,7 @@ from typing import Any
 
 from buffer.errors import BufferInUse
 
-LAYOUT = 2
+LAYOUT = 3
 """Raised by one whenever the tables change; a file of another layout is refused."""
 PAGE_SIZE = 16384
 CHECKPOINT_PAGES = 16384
@@ -27,7 +27,7 @@ TABLES = """
 CREATE TABLE IF NOT EXISTS facts (name TEXT PRIMARY KEY, value) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS counters (name TEXT PRIMARY KEY, value INTEGER NOT NULL) WITHOUT ROWID;
 
--- The ledger: one row per prompt and epoch, from its first lease on.
+-- The ledger: one row per prompt and epoch, from its first lease until it is settled.
 -- state: queued, leased, stored, batched, trained, dropped (by `rule`), scored (evaluation).
 CREATE TABLE IF NOT EXISTS prompts (
     prompt_id TEXT PRIMARY KEY, kind TEXT NOT NULL, epoch INTEGER NOT NULL, row INTEGER NOT NULL,
@@ -63,6 +63,12 @@ CREATE UNIQUE INDEX IF NOT EXISTS members_of_group ON members (sequence, batch);
 
 -- The two frames of a group as they came; gone once nobody can ask for them again.
 CREATE TABLE IF NOT EXISTS payloads (sequence INTEGER PRIMARY KEY, meta BLOB NOT NULL, arrays BLOB NOT NULL);
+
+-- Rows of the tables above that are over, as numbers: `buffer/settled.py`.
+CREATE TABLE IF NOT EXISTS settled (
+    kind TEXT NOT NULL, number INTEGER NOT NULL, state TEXT NOT NULL, count INTEGER NOT NULL,
+    PRIMARY KEY (kind, number, state)
+) WITHOUT ROWID;
 
 -- state: open, closed (every prompt scored or dropped), written (its lines are in eval.jsonl).
 CREATE TABLE IF NOT EXISTS evals (
@@ -102,9 +108,7 @@ class Database:
         if layout is None:
             self.set_fact("layout", LAYOUT)
         elif layout != LAYOUT:
-            raise ValueError(
-                f"{self.path}: layout {layout}, this program reads {LAYOUT}; use another run_dir"
-            )
+            raise ValueError(other_layout(self.path, layout))
 
     def close(self) -> None:
         self.connection.close()
@@ -145,6 +149,15 @@ class Database:
 
     def counters(self) -> dict[str, int]:
         return dict(self.connection.execute("SELECT name, value FROM counters ORDER BY name").fetchall())
+
+
+def other_layout(path: Path | None, layout: object) -> str:
+    return f"{path}: layout {layout}, this program reads {LAYOUT}; use another run_dir"
+
+
+def under(counters: dict[str, int], prefix: str) -> dict[str, int]:
+    """The counters of one kind, without its name."""
+    return {name.removeprefix(prefix): n for name, n in counters.items() if name.startswith(prefix)}
 
 
 def read_only(path: Path) -> sqlite3.Connection:

@@ -16,6 +16,9 @@ from buffer.ledger import Ledger
 from buffer.prompts import Row
 from buffer.records import Group, Trajectory
 
+SCORES = 10
+"""Of evaluations, in the buffer's status."""
+
 
 class Evaluations:
     def __init__(
@@ -107,15 +110,15 @@ class Evaluations:
         self._ledger.changed = True
 
     def scores(self) -> dict[int, float | None]:
-        """Mean reward per evaluated version; None where every prompt was dropped."""
-        return dict(
-            self._database.run(
-                "SELECT version, score FROM evals WHERE state != 'open' ORDER BY version"
-            ).fetchall()
-        )
+        """Mean reward of the newest evaluated versions; None where every prompt was dropped. All of them
+        would make each line of the buffer's metrics longer than the one before."""
+        newest = self._database.run(
+            "SELECT version, score FROM evals WHERE state != 'open' ORDER BY version DESC LIMIT ?", SCORES
+        ).fetchall()
+        return dict(reversed(newest))
 
     def write(self) -> bool:
-        """Append what closed since the last call to eval.jsonl; whether there was anything."""
+        """Append what closed since the last call to eval.jsonl, and forget it; whether there was anything."""
         closed = self._database.run(
             "SELECT version, final, score, completions FROM evals WHERE state = 'closed' ORDER BY version"
         ).fetchall()
@@ -131,6 +134,8 @@ class Evaluations:
             }
             self._append("".join(lines for (lines,) in rows) + json.dumps(summary) + "\n")
             self._database.run("UPDATE evals SET state = 'written' WHERE version = ?", version)
+            self._database.run("DELETE FROM eval_groups WHERE version = ?", version)
+            self._database.run("DELETE FROM prompts WHERE kind = 'eval' AND epoch = ?", version)
         return bool(closed)
 
     def _append(self, text: str) -> None:

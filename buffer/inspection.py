@@ -2,10 +2,12 @@
 inspect`."""
 
 import sqlite3
+from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any
 
-from buffer.database import read_only
+from buffer.database import read_only, under
+from buffer.settled import counts
 from buffer.starvation import starvation
 
 
@@ -45,11 +47,22 @@ def _inspect(connection: sqlite3.Connection) -> dict[str, Any]:
         "SELECT group_id, prompt_id, oldest_version, tokens FROM groups WHERE state = 'stored' "
         "ORDER BY oldest_version, turn LIMIT 1"
     ).fetchone()
-    ledger: dict[int, dict[str, int]] = {}
-    for epoch, state, count in connection.execute(
+    ledger: dict[int, Counter[str]] = defaultdict(Counter)
+    rows = connection.execute(
         f"SELECT epoch, {of_prompt}, count(*) FROM prompts WHERE kind = 'train' GROUP BY 1, 2 ORDER BY 1, 2"
-    ):
-        ledger.setdefault(epoch, {})[state] = count
+    )
+    for epoch, state, count in (*counts(connection, "prompt"), *rows):
+        ledger[epoch][state] += count
+    groups = Counter(pairs(f"SELECT {of_group}, count(*) FROM groups GROUP BY 1"))
+    uses = Counter(pairs("SELECT uses, count(*) FROM groups GROUP BY uses"))
+    for used, state, count in counts(connection, "group"):
+        groups[state] += count
+        uses[used] += count
+    staleness = Counter(
+        pairs("SELECT batch - oldest_version, count(*) FROM members JOIN groups USING (sequence) GROUP BY 1")
+    )
+    staleness.update({age: count for age, _, count in counts(connection, "use")})
+    counters = pairs("SELECT name, value FROM counters WHERE name != 'trained' ORDER BY name")
     return {
         "run_id": facts.get("run_id"),
         "published": facts.get("published"),
@@ -57,22 +70,19 @@ def _inspect(connection: sqlite3.Connection) -> dict[str, Any]:
         "trained": trained,
         "committed": facts.get("committed", 0),
         "finished": facts.get("finished"),
-        "groups": pairs(f"SELECT {of_group}, count(*) FROM groups GROUP BY 1"),
+        "groups": dict(groups),
         "leases": pairs("SELECT name, count(*) FROM leases GROUP BY name ORDER BY name"),
-        "prompts": ledger,
+        "prompts": {epoch: dict(states) for epoch, states in sorted(ledger.items())},
         "stored_versions": pairs(
             "SELECT oldest_version, count(*) FROM groups WHERE state = 'stored' GROUP BY oldest_version"
         ),
-        "staleness": pairs(
-            "SELECT batch - oldest_version, count(*) FROM members JOIN groups USING (sequence) "
-            "GROUP BY 1 ORDER BY 1"
-        ),
-        "uses": pairs("SELECT uses, count(*) FROM groups WHERE uses > 0 GROUP BY uses ORDER BY uses"),
+        "staleness": dict(sorted(staleness.items())),
+        "uses": {used: count for used, count in sorted(uses.items()) if used},
         "oldest": None
         if oldest is None
         else dict(zip(("group_id", "prompt_id", "oldest_version", "tokens"), oldest, strict=True)),
-        "dropped": pairs("SELECT rule, count(*) FROM prompts WHERE state = 'dropped' GROUP BY rule"),
-        "counters": pairs("SELECT name, value FROM counters WHERE name != 'trained' ORDER BY name"),
+        "dropped": under(counters, "dropped/"),
+        "counters": counters,
         "eval_scores": pairs("SELECT version, score FROM evals WHERE state != 'open' ORDER BY version"),
         "starvation": starvation(connection),
         "payload_bytes": connection.execute(

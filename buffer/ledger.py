@@ -1,7 +1,8 @@
 """The ledger: where every prompt is, who holds it on lease, and which rule took it out.
 
-A prompt gets its row at its first lease and keeps it for good: queued, leased, stored, batched, trained, or
-dropped by a named rule, so that every prompt of an epoch can be accounted for.
+A prompt gets its row at its first lease: queued, leased, stored, batched, trained, or dropped by a named
+rule, so that every prompt of an epoch can be accounted for. What is long over is counted in the place of its
+rows (`buffer/settled.py`).
 """
 
 import logging

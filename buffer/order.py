@@ -88,6 +88,13 @@ class Order:
         self._cycle: tuple[int, np.ndarray] = (-1, np.empty(0, np.uint32))
         self._passes: dict[int, tuple[int, np.ndarray]] = {}
 
+    @property
+    def name(self) -> str:
+        """Of two orders of the same rows the same only if they are."""
+        if self._counts is None and not self._shuffle:
+            return "as the rows stand"
+        return f"{'shuffled' if self._shuffle else 'blended'} with seed {self._seed}"
+
     def at(self, draw: int) -> Draw | None:
         """The `draw`-th draw, from 0; None past the last epoch."""
         if self._epochs is not None and draw >= self._epochs * self.total:

@@ -98,6 +98,11 @@ class PromptQueue:
             [len(rows)] if whole else rows.sizes, None if whole else rows.weights, seed, shuffle, epochs
         )
 
+    @property
+    def order(self) -> str:
+        """Names the order of the draws, whatever the rows are."""
+        return self._order.name
+
     def at(self, epoch: int, position: int) -> tuple[int, int] | None:
         """How often the row's source was gone through before, and the row's number; None past the last epoch.
 

@@ -72,7 +72,12 @@ class Peers:
             logger.info("the learner is here")
 
     def live(self, patience_s: float) -> list[str]:
-        return [name for name, when in self.seen.items() if time.monotonic() - when < patience_s]
+        """Servers heard within that time; the others are forgotten: names may be new at every start."""
+        silent = [name for name, when in self.seen.items() if time.monotonic() - when >= patience_s]
+        for name in silent:
+            del self.seen[name]
+            self.told.discard(name)
+        return list(self.seen)
 
 
 class BufferServer:

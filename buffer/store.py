@@ -14,16 +14,18 @@ from typing import Any
 
 from buffer import assembly
 from buffer.assembly import Assembled
+from buffer.belongings import claim
 from buffer.config import BufferConfig
-from buffer.database import Database
+from buffer.database import Database, under
 from buffer.dotted import is_dotted, resolve
 from buffer.errors import BadMessage, DataExhausted, RunFinished
 from buffer.evaluations import Evaluations
 from buffer.groups import Delivery
 from buffer.ledger import Ledger
 from buffer.policies import ADVANTAGE, priority
-from buffer.prompts import PromptQueue, Row, fingerprint
+from buffer.prompts import PromptQueue, Row
 from buffer.records import GivenUp, Lease
+from buffer.settled import settle
 from buffer.staleness import Stock, admissible, oldest_trainable
 from buffer.starvation import starvation
 
@@ -56,8 +58,8 @@ class Store:
         """Open or resume. `run_dir` None keeps everything in memory.
 
         Raises:
-            ValueError: The file belongs to another run, the data changed since the run began, or there is no
-                such function as `config.priority`.
+            ValueError: The file belongs to another run, the data or its order changed since the run began, or
+                there is no such function as `config.priority`.
         """
         if is_dotted(config.priority or ADVANTAGE):
             resolve(str(config.priority))
@@ -66,14 +68,7 @@ class Store:
         self._rules = config.rules
         self._seed = sources.seed
         with self.transaction():
-            self._belongs("run_id", run_id, "use another run_dir")
-            self._belongs(
-                "data", fingerprint(sources.queue.rows), "the training rows changed; use another run_dir"
-            )
-            if sources.eval_rows:
-                self._belongs(
-                    "eval", fingerprint(sources.eval_rows), "the eval rows changed; use another run_dir"
-                )
+            claim(self.database, run_id, sources.queue, sources.eval_rows)
         self.ledger = Ledger(self.database, sources.queue, sources.eval_rows, config.lease_timeout_s, clock)
         path = run_dir / "eval.jsonl" if run_dir else None
         self.evaluations = Evaluations(
@@ -84,13 +79,6 @@ class Store:
     def transaction(self) -> AbstractContextManager[None]:
         """All calls within are durable together once it returned."""
         return self.database.transaction()
-
-    def _belongs(self, fact: str, value: str, advice: str) -> None:
-        known = self.database.fact(fact)
-        if known is None:
-            self.database.set_fact(fact, value)
-        elif known != value:
-            raise ValueError(f"{self.database.path}: {fact} is {known!r}, this run's is {value!r}: {advice}")
 
     def close(self) -> None:
         self.database.close()
@@ -259,6 +247,7 @@ class Store:
         """A checkpoint holds the effect of every batch below `index`: their groups go, their prompts are
         done."""
         self.database.count("trained", assembly.forget(self.database, index))
+        settle(self.database)
         self.database.set_fact("committed", max(self.database.fact("committed", 0), index))
         self.database.set_fact("frontier", max(self.frontier(), index))
 
@@ -346,8 +335,3 @@ class Store:
             "finished": self.finished(),
             "over": self.over(),
         }
-
-
-def under(counters: dict[str, int], prefix: str) -> dict[str, int]:
-    """The counters of one kind, without its name."""
-    return {name.removeprefix(prefix): n for name, n in counters.items() if name.startswith(prefix)}

@@ -3,6 +3,7 @@ from contextlib import suppress
 import pytest
 
 from buffer.errors import BadMessage, BatchForgotten, DataExhausted, RunFinished
+from buffer.groups import decode_delivery, encode_group
 
 
 def test_nothing_is_leased_before_a_version_is_published(bench):
@@ -325,13 +326,20 @@ def test_eval_lines_survive_a_crash_between_file_and_store_once(bench, group):
     b = bench(rows=40, eval_rows=1)
     b.do(lambda s: s.published(0))
     (lease,) = b.lease(1)
-    b.deliver(group(lease))
+    delivery = decode_delivery(*encode_group(group(lease)))
+
+    def lose_power():
+        with b.store.transaction():
+            assert b.store.deliver(delivery)
+            b.store.evaluations.write()
+            raise InterruptedError("the file is written, and the commit is not")
+
+    with pytest.raises(InterruptedError):
+        lose_power()
     whole = (b.folder / "eval.jsonl").read_text()
-    # As if the file had been written and the power had gone before the commit.
-    b.store.database.run("UPDATE evals SET state = 'closed'")
-    b.store.database.set_fact("eval_bytes", 0)
+    assert whole.count("\n") == 3
     b.reopen()
-    b.do(lambda s: None)
+    assert b.deliver(group(lease))
     assert (b.folder / "eval.jsonl").read_text() == whole
 
 
