@@ -76,12 +76,15 @@ def saved_by_datasets(folder: Path) -> list[Path]:
             names = " or ".join(f"{folder}/{name}" for name in json.loads(splits.read_text())["splits"])
             raise ValueError(f"{folder}: holds several splits; name one: {names}")
         state = json.loads((folder / "state.json").read_text())
-        paths = [folder / part["filename"] for part in state["_data_files"]]
-    except (OSError, json.JSONDecodeError, KeyError, TypeError) as error:
+        names = [part["filename"] for part in state["_data_files"]]
+        if not all(isinstance(name, str) and Path(name).name == name and "\0" not in name for name in names):
+            raise TypeError("a file that does not lie in it")
+    except (OSError, json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(
             f"{folder}: not a folder saved by Hugging Face datasets ({error!r}); for a folder of files "
             "write a pattern, such as folder/*.parquet"
         ) from None
+    paths = [folder / name for name in names]
     if state.get("_indices_data_files"):
         raise ValueError(f"{folder}: holds a selection of rows; save it again after flatten_indices()")
     return paths

@@ -15,6 +15,11 @@ MAX_TEXT = 512
 MAX_ITEMS = 1 << 16
 
 
+def is_count(value: object) -> bool:
+    """Whether something out of a file is a whole number from 0 to `MAX_INT`."""
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MAX_INT
+
+
 def text(fields: dict[str, Any], name: str, longest: int = MAX_TEXT, *, where: str = "") -> str:
     """A text of 1 to `longest` characters."""
     value = _field(fields, name, where)

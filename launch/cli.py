@@ -464,9 +464,12 @@ def _typed() -> str:
 
 
 def _check(config: Path, overrides: list[str] | None, service: str) -> "WholeExperiment":
+    from launch import resuming
     from launch.experiment import read
 
-    return read(config, overrides or [], [service])
+    experiment = read(config, overrides or [], [service])
+    resuming.check(experiment, [service])
+    return experiment
 
 
 def _become(module: str, *arguments: str) -> None:

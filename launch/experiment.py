@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Mapping
 from glob import glob
 from itertools import combinations
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import yaml
 
@@ -50,6 +50,8 @@ ANY_PORT = (
     "port 0 is whichever is free, and the other services could not know which; set a fixed one (only "
     "`slipstream run`, which starts them all, takes 0)"
 )
+
+MOVE_IT = "move it away to go on with the run, or take another run_dir"
 
 SCHEMAS = (BufferExperiment, RolloutExperiment, LearnerExperiment)
 """What the services read: each has checks of its own, which then cannot surprise after the start."""
@@ -357,10 +359,25 @@ def missing_start(learner: TrainingConfig) -> list[str]:
     return [f"learner.init_from={path}: no meta.json in it, expected a checkpoint of `slipstream convert`"]
 
 
+def resolved(path: Path) -> dict[str, Any]:
+    """The experiment of a run's folder, as it was written there.
+
+    Raises:
+        ValueError: It is not what was written there.
+    """
+    try:
+        found = yaml.safe_load(path.read_text())
+    except (yaml.YAMLError, ValueError, RecursionError, OSError) as error:
+        raise ValueError(f"{path}: cannot be read: {' '.join(str(error).split())}; {MOVE_IT}") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"{path}: not an experiment as `slipstream run` writes it; {MOVE_IT}")
+    return found
+
+
 def differences(old: dict, new: dict, prefix: str = "") -> list[str]:
     """What changed between two resolved experiments, as `key old → new`."""
     found: list[str] = []
-    for key in sorted(old.keys() | new.keys()):
+    for key in sorted(old.keys() | new.keys(), key=str):
         before, after = old.get(key), new.get(key)
         if isinstance(before, dict) and isinstance(after, dict):
             found += differences(before, after, f"{prefix}{key}.")

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from buffer.fields import is_count
 from learner.config import DATA_END
 
 Record = dict[str, Any]
@@ -49,9 +50,21 @@ def _parse(line: bytes) -> Record | None:
     """A service killed in the middle of a line leaves half of it before the next one: it is skipped."""
     try:
         record = json.loads(line)
-    except (json.JSONDecodeError, UnicodeDecodeError):
+    except (ValueError, RecursionError):
         return None
-    return record if isinstance(record, dict) else None
+    known = isinstance(record, dict) and all(fits(record.get(key, 0)) for key, fits in FIELDS.items())
+    return record if known else None
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < LARGEST
+
+
+LARGEST = 1e18
+LIVE_LINES = 100
+"""More than anybody looks back at in a run under way."""
+FIELDS = {"step": is_count, "version": is_count, "index": is_count, "time": _is_number}
+"""What a line has if it has it at all; in another it is something else."""
 
 
 @dataclass
@@ -59,6 +72,9 @@ class History:
     """Everything known of one run folder. `refresh` reads what is new."""
 
     run_dir: Path
+    live: bool = False
+    """For who watches a run as it goes, for as long as it does: of the services only the newest lines are
+    kept, and no completions."""
     steps: dict[int, Record] = field(default_factory=dict)
     """Learner metrics by step; a step made again after a restart replaces the first one."""
     buffer: list[Record] = field(default_factory=list)
@@ -80,11 +96,10 @@ class History:
         self._tail("eval.jsonl").rewritten()
         records = [r for r in self._tail("metrics.jsonl").new() if "step" in r]
         self.steps |= {int(r["step"]): r for r in records}
-        self.buffer += self._tail("metrics/buffer.jsonl").new()
-        self.reference += self._tail("metrics/reference.jsonl").new()
+        self._add(self.buffer, "buffer")
+        self._add(self.reference, "reference")
         for path in sorted((self.run_dir / "metrics").glob("rollout-*.jsonl")):
-            name = path.stem.removeprefix("rollout-")
-            self.servers.setdefault(name, []).extend(self._tail(f"metrics/{path.name}").new())
+            self._add(self.servers.setdefault(path.stem.removeprefix("rollout-"), []), path.stem)
         for record in self._tail("eval.jsonl").new():
             self._take_evaluation(record)
         # After a rewrite the steps that stayed are read again; their times tell them from new ones.
@@ -96,7 +111,10 @@ class History:
     def data_end(self) -> int | None:
         """The last step, where the data ended behind it and no other was made since."""
         path, last = self.run_dir / DATA_END, max(self.steps, default=0)
-        return last if path.is_file() and json.loads(path.read_text())["step"] == last else None
+        if not path.is_file():
+            return None
+        found = _parse(path.read_bytes())
+        return last if found is not None and found.get("step") == last else None
 
     def since_opened(self, lines: list[Record]) -> list[Record]:
         """Those written after this history was opened, not by an earlier start of the run."""
@@ -104,8 +122,13 @@ class History:
 
     def series(self, key: str) -> tuple[list[int], list[float]]:
         """Steps and values of a learner metric, where it was written."""
-        found = [(s, float(r[key])) for s, r in sorted(self.steps.items()) if r.get(key) is not None]
+        found = [(s, float(r[key])) for s, r in sorted(self.steps.items()) if _is_number(r.get(key))]
         return [s for s, _ in found], [v for _, v in found]
+
+    def _add(self, lines: list[Record], name: str) -> None:
+        lines += self._tail(f"metrics/{name}.jsonl").new()
+        if self.live:
+            del lines[:-LIVE_LINES]
 
     def _tail(self, name: str) -> Tail:
         return self._tails.setdefault(name, Tail(self.run_dir / name))
@@ -113,7 +136,9 @@ class History:
     def _take_evaluation(self, record: Record) -> None:
         version = int(record.get("version", 0))
         if record.get("kind") == "completion":
+            if self.live:
+                return
             key = (str(record.get("prompt_id")), int(record.get("index", 0)))
             self.completions.setdefault(version, {})[key] = record
-        elif record.get("score") is not None:
+        elif _is_number(record.get("score")):
             self.scores[version] = record

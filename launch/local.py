@@ -11,11 +11,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
 
-import yaml
 from rich.console import Console
 
 from buffer.experiment import Experiment
-from launch.experiment import WholeExperiment, addresses, differences, dump, reward_models
+from launch import resuming
+from launch.experiment import WholeExperiment, addresses, differences, dump, resolved, reward_models
 from launch.history import History
 from launch.placement import settle_address, usable_cores, visible_gpus
 from launch.screen import Screen
@@ -51,10 +51,11 @@ def run(experiment: WholeExperiment, command: str, console: Console, plan: Plan 
     run_dir = Path(experiment.run_dir)
     with locked(run_dir):
         check_folder(experiment)
-        history = History(run_dir)
+        history = History(run_dir, live=True)
         history.refresh()
         if is_finished(experiment, history):
             return _tell_finished(experiment, console)
+        resuming.check(experiment)
         experiment = settle(experiment)
         config = write_config(experiment, console)
         services = (plan or plan_services)(experiment, config)
@@ -158,7 +159,8 @@ def _last_step(e: WholeExperiment, history: History) -> int:
     end, config = history.data_end, Path(e.run_dir) / "config.yaml"
     if end is None or not config.is_file():
         return e.learner.steps
-    epochs = yaml.safe_load(config.read_text())["data"]["epochs"]
+    data = resolved(config).get("data")
+    epochs = data.get("epochs") if isinstance(data, dict) else None
     return min(end, e.learner.steps) if epochs == e.data.epochs else e.learner.steps
 
 
@@ -192,12 +194,13 @@ def check_folder(e: Experiment) -> None:
     path = Path(e.run_dir) / "config.yaml"
     if not path.exists():
         return
-    old, new = yaml.safe_load(path.read_text()), e.model_dump(mode="json")
+    old, new = resolved(path), e.model_dump(mode="json")
     if old.get("name") != e.name:
         raise RunError(
             f"{path.parent}: holds the run {old.get('name')!r}, not {e.name!r}; take another run_dir"
         )
-    there, here = ((found.get("stage") or {}).get("kind", "run") for found in (old, new))
+    stages = (found.get("stage") for found in (old, new))
+    there, here = (stage.get("kind") if isinstance(stage, dict) else "run" for stage in stages)
     if there != here:
         raise RunError(f"{path.parent}: holds a run of `slipstream {there}`; take another run_dir")
 
@@ -206,7 +209,7 @@ def write_config(e: Experiment, console: Console) -> Path:
     """Write the resolved experiment beside the run; tell what changed when the run is resumed."""
     path = Path(e.run_dir) / "config.yaml"
     if path.exists():
-        old = yaml.safe_load(path.read_text())
+        old = resolved(path)
         # A port that was free may be another one at each start; that is no change of the experiment.
         changes = [c for c in differences(old, e.model_dump(mode="json")) if ".address " not in c]
         if changes:

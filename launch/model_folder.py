@@ -70,7 +70,7 @@ def _config(key: str, path: str) -> tuple[dict[str, Any], list[str]]:
         return {}, [f"{key}={path}: no config.json in it, expected a Hugging Face folder{made}"]
     try:
         fields = json.loads(config.read_text())
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         return {}, [f"{key}={path}: config.json is not JSON: {error}"]
     if not isinstance(fields, dict):
         return {}, [f"{key}={path}: config.json is not a mapping, expected a Hugging Face folder"]

@@ -16,6 +16,7 @@ from launch import model_folder
 from launch.experiment import check_kind, missing_rows, missing_start
 from launch.history import History, Record
 from launch.local import check_folder, conclude, deadlines, locked, write_config
+from launch.resuming import check_checkpoint
 from launch.services import torchrun
 from launch.supervisor import POLL_S, Failure, Service, Supervisor
 from learner.families import Head
@@ -70,13 +71,14 @@ def run_stage(experiment: OfflineExperiment, command: str, console: Console) -> 
     run_dir = Path(experiment.run_dir)
     with locked(run_dir):
         check_folder(experiment)
-        history = History(run_dir)
+        history = History(run_dir, live=True)
         history.refresh()
         if is_finished(run_dir, history, experiment.learner):
             from launch.report import write_report  # matplotlib: not before it is needed
 
             console.print(write_report(run_dir).text(), highlight=False, markup=False, soft_wrap=True)
             return 0
+        check_checkpoint(experiment)
         config = write_config(experiment, console)
         command_line = [*torchrun(experiment.learner.processes), "learner.offline", str(config)]
         learner = Service(

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
+from launch.experiment import resolved
 from launch.history import History, Record
 from launch.overview import clock, mean_of, step_seconds
 
@@ -205,9 +204,9 @@ def read_config(run_dir: Path) -> dict[str, Any]:
     """The resolved experiment that `slipstream run` wrote.
 
     Raises:
-        ValueError: There is none.
+        ValueError: There is none, or it was changed.
     """
     path = run_dir / "config.yaml"
     if not path.is_file():
         raise ValueError(f"{run_dir}: no config.yaml in it; expected the folder of a run (its run_dir)")
-    return yaml.safe_load(path.read_text())
+    return resolved(path)

@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from learner import collectives, generators, optimizer_resume, parallel
 from learner.checkpoint_files import EMA, META, VALUE, DamagedCheckpoint, complete, read_meta, verify
 from learner.optimizer import Trainable
+from learner.resuming import obstacle
 
 logger = logging.getLogger(__name__)
 
@@ -50,6 +51,8 @@ class Setup:
     """Fingerprint of the weights that the run started from; None where nobody asks."""
     needs_start: bool = False
     """Whether the run still looks at those weights: in its reference, or below its adapters."""
+    shape: dict[str, Any] | None = None
+    """What the model is (`resuming.shape_of`), where a resume is to compare it."""
 
 
 class CheckpointNotWritten(OSError):
@@ -168,46 +171,24 @@ class Checkpoints:
         from megatron.core import dist_checkpointing
 
         meta = read_meta(path)
-        if meta.get("weights_only"):
-            raise ValueError(
-                f"{path}: it was made by `slipstream convert` and has no optimizer to resume; move it out of "
-                "the run's checkpoints and start from it with learner.init_from"
-            )
-        for name, section in (("dtype", "model"), ("distributed_optimizer", "learner.parallel")):
-            theirs, ours = meta[name], getattr(self._setup, name)
-            if theirs != ours:
-                raise ValueError(
-                    f"{path}: written with {section}.{name}={theirs}, this run has {ours}; "
-                    "set it back, or start again in another run_dir"
-                )
-        if meta.get("lora") != self._setup.lora:
-            raise ValueError(
-                f"{path}: written with learner.lora={_told(meta.get('lora'))}, this run has "
-                f"{_told(self._setup.lora)}; set it back, or start again in another run_dir"
-            )
-        if (
-            self._setup.needs_start
-            and self._setup.start
-            and meta.get("start") not in (None, self._setup.start)
-        ):
-            where = self._setup.init_from or self._setup.model
-            raise ValueError(
-                f"{path}: its run started from other weights than {where} has now, and still measures from "
-                "them; bring them back, or start again in another run_dir"
-            )
+        setup = self._setup
+        why = obstacle(
+            path,
+            meta,
+            dtype=setup.dtype,
+            distributed_optimizer=setup.distributed_optimizer,
+            lora=setup.lora,
+            shape=setup.shape,
+            start=setup.start if setup.needs_start else None,
+            start_at=setup.init_from or setup.model,
+            value=value is not None,
+            ema=trainable.ema is not None,
+        )
+        if why is not None:
+            raise ValueError(why)
         if meta["config_digest"] != self._setup.config_digest and parallel.rank() == 0:
             logger.warning("%s was written under another configuration; this run's is used", path)
-        if value is not None and not (path / VALUE).is_dir():
-            raise ValueError(
-                f"{path}: written without a value model, this run has learner.value; "
-                "set it back, or start again in another run_dir"
-            )
         if trainable.ema is not None:
-            if not (path / EMA).is_dir():
-                raise ValueError(
-                    f"{path}: written without an average of the weights, this run has learner.ema; "
-                    "set it back, or start again in another run_dir"
-                )
             average: Any = dist_checkpointing.load(trainable.ema.sharded_state(loading=True), str(path / EMA))
             trainable.ema.load(average)
         for folder, part in _parts(path, trainable, value):
@@ -253,12 +234,6 @@ def _fill(model: Any, state: dict[str, Any]) -> None:
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     assert not unknown, unknown
     assert not trained & set(missing), missing
-
-
-def _told(lora: dict[str, Any] | None) -> str:
-    if lora is None:
-        return "null"
-    return f"{{rank: {lora['rank']}, alpha: {lora['alpha']:g}, modules: [{', '.join(lora['modules'])}]}}"
 
 
 def reason_of(error: BaseException) -> str:

@@ -31,6 +31,18 @@ MIXTURES = {
 }
 """Architecture with experts → (name of a layer's mixture; of an expert's gate, up and down projections)."""
 
+COUNTS = (
+    "head_dim", "moe_intermediate_size", "num_experts", "num_experts_per_tok", "num_key_value_heads",
+    "num_local_experts", "sliding_window",
+)  # fmt: skip
+"""Whole numbers that a config may have."""
+
+STRETCH = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+"""Numbers of llama3's rotary embedding."""
+
+LARGEST = 2**31
+"""Of a config's numbers: above what any model has."""
+
 Head = Literal["vocabulary", "score"]
 """What reads the last hidden state: the output layer over the vocabulary, or one row that gives a number."""
 
@@ -254,8 +266,16 @@ def own_head(path: str | Path) -> Head:
     Raises:
         ValueError: No config.json.
     """
-    (named, *_) = _config(path).get("architectures") or ["none"]
+    named = _named(_config(path), str(Path(path) / "config.json"))
     return "score" if named.endswith(SCORED) else "vocabulary"
+
+
+def _named(config: dict[str, Any], where: str) -> str:
+    """The architecture that a config names first."""
+    found = config.get("architectures") or ["none"]
+    if not isinstance(found, list) or not isinstance(found[0], str):
+        raise ValueError(f"{where}: architectures {json.dumps(found)}; expected a list of names")
+    return found[0]
 
 
 def _config(path: str | Path) -> dict[str, Any]:
@@ -264,7 +284,7 @@ def _config(path: str | Path) -> dict[str, Any]:
         raise ValueError(f"{file} does not exist; expected a Hugging Face folder")
     try:
         config = json.loads(file.read_text())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{file} is not JSON: {error}") from error
     if not isinstance(config, dict):
         raise ValueError(f"{file}: expected a Hugging Face config")
@@ -273,27 +293,31 @@ def _config(path: str | Path) -> dict[str, Any]:
 
 def from_config(config: dict[str, Any], where: str, head: Head = "vocabulary") -> Family:
     """The family that a parsed config.json describes; `where` names it in errors."""
-    (named, *_) = config.get("architectures") or ["none"]
+    named = _named(config, where)
     architecture = named.replace(SCORED, "ForCausalLM") if head == "score" else named
     if architecture not in ARCHITECTURES:
         raise ValueError(f"{where}: architecture {named} is not supported; one of {', '.join(ARCHITECTURES)}")
     has_score = named != architecture
-    labels = config.get("num_labels", len(config.get("id2label", "--")))
-    if has_score and labels != 1:
+    if has_score and (labels := num_labels(config)) != 1:
         raise ValueError(f"{where}: {named} with {labels} labels; a reward model has num_labels 1")
     missing = [key for key in REQUIRED if key not in config]
     if missing:
         raise ValueError(f"{where}: {', '.join(missing)} not found; expected a Hugging Face config")
     for key in REQUIRED:
-        value = config[key]
-        if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
-            raise ValueError(f"{where}: {key} {json.dumps(value)}; expected a number above 0")
+        _number(config, key, where, whole=key != "rms_norm_eps")
+    for key in COUNTS:
+        if config.get(key):
+            _number(config, key, where, whole=True)
     _refuse_unsupported(config, where)
     qkv_bias, qk_norm = ARCHITECTURES[architecture]
     heads = config["num_attention_heads"]
+    if not config.get("head_dim") and config["hidden_size"] < heads:
+        raise ValueError(
+            f"{where}: hidden_size {config['hidden_size']} for {heads} heads; expected one each or more"
+        )
     mixture, ffn = _mixture(architecture, config, where), config["intermediate_size"]
     if mixture is not None:
-        ffn = config.get("moe_intermediate_size", ffn)
+        ffn = config.get("moe_intermediate_size") or ffn
     return Family(
         architecture=architecture,
         layers=config["num_hidden_layers"],
@@ -313,6 +337,21 @@ def from_config(config: dict[str, Any], where: str, head: Head = "vocabulary") -
         mixture=mixture,
         has_score=has_score,
     )
+
+
+def num_labels(config: dict[str, Any]) -> object:
+    """As Hugging Face counts them: two, if nothing is said."""
+    labels = config.get("id2label", "--")
+    return config.get("num_labels", len(labels) if isinstance(labels, dict | str) else labels)
+
+
+def _number(config: dict[str, Any], key: str, where: str, whole: bool = False) -> None:
+    """Refuse a value that is no number above 0, or no whole one."""
+    value = config[key]
+    fits = isinstance(value, int if whole else int | float) and not isinstance(value, bool)
+    if not fits or not 0 < value < LARGEST:
+        what = "whole number" if whole else "number"
+        raise ValueError(f"{where}: {key} {json.dumps(value, default=str)}; expected a {what} above 0")
 
 
 def _mixture(architecture: str, config: dict[str, Any], where: str) -> Mixture | None:
@@ -380,12 +419,20 @@ def _refuse_unsupported(config: dict[str, Any], where: str) -> None:
 def _rope(config: dict[str, Any], where: str) -> Rope:
     # transformers 5 writes rope_parameters; older folders have rope_theta beside an optional rope_scaling.
     fields = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    theta = fields.get("rope_theta") or config.get("rope_theta", 10000.0)
+    if not isinstance(fields, dict):
+        raise ValueError(f"{where}: rope_parameters {json.dumps(fields)}; expected a mapping")
+    stated = fields | {"rope_theta": fields.get("rope_theta") or config.get("rope_theta", 10000.0)}
+    _number(stated, "rope_theta", where)
+    theta = stated["rope_theta"]
     kind = fields.get("rope_type") or fields.get("type") or "default"
     if kind == "default":
         return Rope(float(theta))
     if kind != "llama3":
         raise ValueError(f"{where}: rope type {kind} is not supported; default or llama3")
+    for key in STRETCH:
+        if key not in fields:
+            raise ValueError(f"{where}: {key} not found in its rope_parameters, which are llama3's")
+        _number(fields, key, where, whole=key.startswith("original"))
     stretch = (
         float(fields["factor"]),
         float(fields["low_freq_factor"]),

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from buffer.fields import is_count
 from buffer.records import Batch, Group, Trajectory
 from learner.advantages import Moments
 from learner.collectives import max_over_data, names_over_data, sum_over_data
@@ -298,12 +299,12 @@ def _keep_until(path: Path, version: int) -> None:
     if not path.exists():
         return
     kept = []
-    for line in path.read_text().splitlines():
+    for line in path.read_text(errors="replace").splitlines():
         try:
             row = json.loads(line)
-        except json.JSONDecodeError:
+        except (ValueError, RecursionError):
             continue
-        if row.get("step", 0) <= version:
+        if isinstance(row, dict) and is_count(row.get("step", 0)) and row.get("step", 0) <= version:
             kept.append(line + "\n")
     temporary = path.with_suffix(".tmp")
     temporary.write_text("".join(kept))

@@ -11,9 +11,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from sync.expected import INDEX as INDEX
+from sync.expected import weight_map
 from sync.manifest import TensorSpec
-
-INDEX = "model.safetensors.index.json"
 
 FILE_BYTES = 2 << 30
 """A written file holds at most this, unless one tensor is larger."""
@@ -87,10 +87,7 @@ def _homes(path: Path) -> dict[str, str]:
     """Which file each tensor lies in."""
     index = path / INDEX
     if index.exists():
-        try:
-            return dict(json.loads(index.read_text())["weight_map"])
-        except (ValueError, TypeError, KeyError) as error:
-            raise ValueError(f"{index}: expected a map of tensors to files: {error!r}") from error
+        return weight_map(index)
     single = path / "model.safetensors"
     if not single.exists():
         raise ValueError(f"model.path: {path} has no model.safetensors; expected a Hugging Face folder")

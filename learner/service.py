@@ -37,6 +37,7 @@ from learner.reference.fingerprint import fingerprint
 from learner.reference.local import Reference, ReferenceModel
 from learner.reference.ranks import ReferenceRanks, asks
 from learner.reporting import Reporter
+from learner.resuming import measures_from_start, shape_of
 from learner.step import Updater
 from learner.stop import Abandoned, StopFlag
 from sync.errors import SyncError
@@ -284,9 +285,6 @@ def checkpoint_setup(experiment: LearnerExperiment | OfflineExperiment, start: s
         start: Fingerprint of the weights that the run starts from, where a resume is to compare them.
     """
     learner = experiment.learner
-    needs_start = learner.lora is not None
-    if isinstance(learner, LearnerConfig):
-        needs_start = needs_start or learner.algorithm.needs_reference
     layout = learner.parallel
     told = experiment.model_dump_json(include={"model", "data", "stage", "buffer", "learner", "seed"})
     return Setup(
@@ -302,7 +300,8 @@ def checkpoint_setup(experiment: LearnerExperiment | OfflineExperiment, start: s
         init_from=learner.init_from,
         value_model=learner.value.path if isinstance(learner, LearnerConfig) and learner.value else None,
         start=start,
-        needs_start=needs_start,
+        needs_start=measures_from_start(learner),
+        shape=shape_of(experiment.model.path),
     )
 
 

@@ -34,10 +34,23 @@ def weight_files(folder: Path) -> list[Path]:
     index = folder / INDEX
     if not index.exists():
         return sorted(folder.glob("*.safetensors"))
+    return [folder / name for name in sorted(set(weight_map(index).values()))]
+
+
+def weight_map(index: Path) -> dict[str, str]:
+    """Which file beside it each tensor lies in, as an index says.
+
+    Raises:
+        ValueError: It cannot be read, or names a file elsewhere.
+    """
     try:
-        return [folder / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        homes: dict[str, str] = dict(json.loads(index.read_text())["weight_map"])
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(f"{index}: expected a map of tensors to files: {error!r}") from None
+    for name in homes.values():
+        if not isinstance(name, str) or Path(name).name != name or "\0" in name:
+            raise ValueError(f"{index}: expected files beside it, got {name!r}")
+    return homes
 
 
 def read_specs(folder: Path) -> list[TensorSpec]:

@@ -45,7 +45,7 @@ def faults(key: str, path: str, max_length: int) -> list[str]:
         config = json.loads((Path(path) / "config.json").read_text())
     except OSError:
         return [f"{key}={path}: no config.json in it, expected a Hugging Face folder"]
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         return [f"{key}={path}: config.json is not JSON: {error}"]
     if not isinstance(config, dict):
         return [f"{key}={path}: config.json: expected a mapping"]
@@ -54,10 +54,13 @@ def faults(key: str, path: str, max_length: int) -> list[str]:
 
 def _kind(key: str, path: str, config: dict[str, Any]) -> list[str]:
     named = config.get("architectures") or ["nothing"]
+    if not isinstance(named, list):
+        return [f"{key}={path}: config.json: architectures: expected a list of names"]
     if not str(named[0]).endswith("ForSequenceClassification"):
         return [f"{key}={path}: holds {named[0]}; a reward model is a …ForSequenceClassification"]
     # As Hugging Face counts them: two, if nothing is said.
-    labels = config.get("num_labels", len(config.get("id2label", "01")))
+    names = config.get("id2label", "01")
+    labels = config.get("num_labels", len(names) if isinstance(names, dict | str) else names)
     return [] if labels == 1 else [f"{key}={path}: has {labels} labels; a reward model has one"]
 
 

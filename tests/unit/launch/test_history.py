@@ -1,7 +1,7 @@
 import json
 import os
 
-from launch.history import History, Tail
+from launch.history import LIVE_LINES, History, Tail
 from launch.overview import clock, count, learner_waits, seconds_left, waiting_share
 
 
@@ -88,3 +88,24 @@ def test_waiting_shares(make_run):
 def test_numbers_for_people():
     assert [clock(s) for s in (48, 200, 7500)] == ["48 s", "3 min 20 s", "2 h 05 min"]
     assert [count(n) for n in (950, 12_400, 3_100_000, 2e9)] == ["950", "12.4k", "3.1M", "2.0G"]
+
+
+def test_who_watches_a_long_run_keeps_no_more_than_he_looks_at(tmp_path):
+    (tmp_path / "metrics").mkdir()
+    whole, live = History(tmp_path), History(tmp_path, live=True)
+    for turn in range(5):
+        for name in ("metrics/buffer.jsonl", "metrics/rollout-server-0.jsonl", "metrics/reference.jsonl"):
+            with (tmp_path / name).open("a") as file:
+                file.writelines(json.dumps({"time": 1.0, "n": 80 * turn + i}) + "\n" for i in range(80))
+        with (tmp_path / "eval.jsonl").open("a") as file:
+            line = {"kind": "completion", "version": turn, "prompt_id": "p", "index": 0}
+            file.write(json.dumps(line) + "\n" + json.dumps({"version": turn, "score": 0.5}) + "\n")
+        whole.refresh()
+        live.refresh()
+    for of in ("buffer", "reference"):
+        assert len(getattr(whole, of)) == 400
+        assert getattr(live, of) == getattr(whole, of)[-LIVE_LINES:]
+    assert live.servers["server-0"] == whole.servers["server-0"][-LIVE_LINES:]
+    assert set(live.scores) == set(range(5))
+    assert len(whole.completions) == 5
+    assert not live.completions

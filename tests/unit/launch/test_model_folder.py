@@ -59,8 +59,8 @@ def test_a_config_that_is_not_the_weights_is_told_by_the_first_tensor(make_model
             {"architectures": ["GPT2LMHeadModel"]},
             "architecture GPT2LMHeadModel is not supported; one of Llama",
         ),
-        ({"num_hidden_layers": "two"}, 'num_hidden_layers "two"; expected a number above 0'),
-        ({"hidden_size": 0}, "hidden_size 0; expected a number above 0"),
+        ({"num_hidden_layers": "two"}, 'num_hidden_layers "two"; expected a whole number above 0'),
+        ({"hidden_size": 0}, "hidden_size 0; expected a whole number above 0"),
         ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config: quantised weights"),
     ],
 )

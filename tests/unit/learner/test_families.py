@@ -28,8 +28,8 @@ def family(**changes):
     ("changes", "says"),
     [
         ({"architectures": ["GPT2LMHeadModel"]}, "architecture GPT2LMHeadModel is not supported"),
-        ({"num_attention_heads": True}, "num_attention_heads true; expected a number above 0"),
-        ({"vocab_size": "many"}, 'vocab_size "many"; expected a number above 0'),
+        ({"num_attention_heads": True}, "num_attention_heads true; expected a whole number above 0"),
+        ({"vocab_size": "many"}, 'vocab_size "many"; expected a whole number above 0'),
         ({"quantization_config": {"bits": 4}}, "quantization_config: quantised weights cannot be trained"),
         ({"architectures": None}, "architecture none is not supported"),
         ({"attention_bias": True}, "attention_bias true is not supported"),

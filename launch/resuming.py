@@ -1,0 +1,90 @@
+"""Whether a run that was stopped can go on under the configuration of now; told before anything starts."""
+
+from collections.abc import Collection
+from pathlib import Path
+
+from buffer import belongings
+from buffer.database import read_only
+from buffer.prompts import EVAL_SEED, load_rows, open_prompts
+from launch.experiment import SERVICES, WholeExperiment
+from learner.checkpoint_files import DamagedCheckpoint, read_meta
+from learner.offline.config import OfflineExperiment
+from learner.resuming import measures_from_start, newest, obstacle, shape_of
+
+
+def check(e: WholeExperiment, services: Collection[str] = SERVICES) -> None:
+    """Look at what the run left, as far as it lies on this machine.
+
+    Args:
+        services: Those about to start here.
+
+    Raises:
+        ValueError: The run cannot go on under this configuration: why, and what to do.
+    """
+    run_dir = Path(e.run_dir)
+    if "buffer" in services and (run_dir / "buffer.sqlite").is_file():
+        queue = open_prompts(e.data, e.seed)
+        rows = load_rows(e.eval.source, e.seed + EVAL_SEED) if e.eval else []
+        belongings.check(run_dir, e.name, queue, rows)
+    if "learner" in services:
+        step = check_checkpoint(e)
+        check_forgotten(run_dir, step)
+
+
+def check_checkpoint(e: WholeExperiment | OfflineExperiment) -> int:
+    """The step that the learner goes on from, 0 for the start.
+
+    Raises:
+        ValueError: It cannot, under this configuration.
+    """
+    path, learner = newest(Path(e.run_dir)), e.learner
+    if path is None:
+        return 0
+    try:
+        meta = read_meta(path)
+    except DamagedCheckpoint:
+        return int(path.name.removeprefix("step-"))  # the learner tells of it, and takes the one before
+    start = None
+    if meta.get("start") and measures_from_start(learner):
+        from learner.reference.fingerprint import fingerprint  # imports torch
+
+        start = fingerprint(e.model, learner.init_from)
+    why = obstacle(
+        path,
+        meta,
+        dtype=e.model.dtype,
+        distributed_optimizer=learner.parallel.distributed_optimizer,
+        lora=learner.lora.model_dump(mode="json") if learner.lora else None,
+        shape=shape_of(e.model.path),
+        start=start,
+        start_at=learner.init_from or e.model.path,
+        value=isinstance(e, WholeExperiment) and e.learner.value is not None,
+        ema=learner.ema is not None,
+    )
+    if why is not None:
+        raise ValueError(why)
+    return int(path.name.removeprefix("step-"))
+
+
+def check_forgotten(run_dir: Path, step: int) -> None:
+    """
+    Args:
+        step: That the learner goes on from.
+
+    Raises:
+        ValueError: The buffer does not have the batches behind it any more.
+    """
+    path = run_dir / "buffer.sqlite"
+    if not path.is_file():
+        return
+    connection = read_only(path)
+    try:
+        found = connection.execute("SELECT value FROM facts WHERE name = 'committed'").fetchone()
+    finally:
+        connection.close()
+    if found is not None and step < found[0]:
+        where = f"checkpoint step-{step:06d}" if step else "the start, for want of a checkpoint"
+        raise ValueError(
+            f"{path}: batches below {found[0]} are in a checkpoint and not kept, and the learner would go "
+            f"on from {where}: bring back the checkpoint of step {found[0]} or later, or use another run_dir"
+        )
