@@ -149,8 +149,8 @@ def _gloo(store: Store, seat: Seat, timeout: timedelta) -> Any:
     options = dist.ProcessGroupGloo._Options()  # pyright: ignore[reportAttributeAccessIssue]
     options._timeout = timeout
     # The interface that reaches the store, rather than whatever this machine's name resolves to.
-    # Connections are made when they are first used: a broadcast needs as many as there are ranks, where all to
-    # all would be their square, and each of them an open file.
+    # Connections are made when they are first used: a broadcast needs as many as there are ranks, where all
+    # to all would be their square, and each of them an open file.
     options._devices = [dist.ProcessGroupGloo.create_device(hostname=_own_address(seat), lazy_init=True)]
     group: Any = dist.ProcessGroupGloo(store, seat.rank, seat.size, options)
     group.barrier().wait()  # who never comes is to be known now, and not in the middle of a transfer
