@@ -1,7 +1,9 @@
 """What ends a wait in the broadcast group: its own deadline, whoever is missing."""
 
+import os
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -13,8 +15,8 @@ CPU = torch.device("cpu")
 TIMEOUT_S = 1.0
 
 
-def seat(port, rank, nonce="nonce"):
-    return Seat("127.0.0.1", port, 1, nonce, rank, 2, "gloo", TIMEOUT_S)
+def seat(port, rank, nonce="nonce", size=2, timeout_s=TIMEOUT_S):
+    return Seat("127.0.0.1", port, 1, nonce, rank, size, "gloo", timeout_s)
 
 
 def test_a_rank_that_never_comes_or_never_sends_is_waited_for_until_the_deadline():
@@ -56,4 +58,19 @@ def test_a_rank_that_never_comes_or_never_sends_is_waited_for_until_the_deadline
     waiting.join(10 * TIMEOUT_S)
     assert len(told) == 1
     assert told[0].startswith("epoch 1: broadcast")
+    del store
+
+
+def test_connections_grow_with_the_ranks_and_not_with_their_square():
+    size = 33
+    store, port = listen("127.0.0.1", 30.0)
+    before = len(os.listdir("/proc/self/fd"))
+    with ThreadPoolExecutor(size) as pool:
+        seats = [seat(port, rank, size=size, timeout_s=30.0) for rank in range(size)]
+        groups = list(pool.map(lambda own: BroadcastGroup.connect(own, CPU), seats))
+        received = [torch.full((4,), float(rank == 0)) for rank in range(size)]
+        list(pool.map(lambda group, tensor: group.broadcast(tensor), groups, received))
+    assert all(tensor.tolist() == [1.0] * 4 for tensor in received)
+    opened = len(os.listdir("/proc/self/fd")) - before
+    assert opened < size * 20, f"{opened} files; every rank with every other would be {size * (size - 1)}"
     del store
