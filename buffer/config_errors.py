@@ -14,6 +14,7 @@ from pydantic_core import PydanticCustomError
 
 LONGEST_SHOWN = 80
 BAD_SETTING = "bad_setting"
+KEY = re.compile(r"[\w-]+(?:\.[\w-]+)*")
 WRAPPED = re.compile(r"^\w+ raised while resolving interpolation: ")
 
 
@@ -48,7 +49,26 @@ EXPECTED = {
 """pydantic's types of errors, in words of our own; the rest keeps pydantic's."""
 
 
-def explain_all(path: str | Path, errors: Sequence[Any], schema: type[BaseModel]) -> str:
+def placed(path: str | Path, overrides: Sequence[str], reason: str) -> str:
+    """The line for a mistake: behind the override that made the setting, else behind the file.
+
+    Args:
+        path: The experiment file.
+        overrides: `section.key=value` texts.
+        reason: Begins with the setting's key.
+    """
+    found = KEY.match(reason)
+    key = found[0] if found else ""
+    made = [name for text in overrides if (name := text.partition("=")[0])]
+    if any(f"{key}.".startswith(f"{name}.") for name in made):
+        return f"override {reason}"
+    below = [text for text in overrides if text.startswith(f"{key}.")] if key else []
+    return f"{path}{' with ' if below else ''}{' '.join(below)}: {reason}"
+
+
+def explain_all(
+    path: str | Path, overrides: Sequence[str], errors: Sequence[Any], schema: type[BaseModel]
+) -> str:
     """A line for each of pydantic's errors, but those that only follow from others.
 
     A list that loses a wrong entry may be called too short for it.
@@ -59,15 +79,14 @@ def explain_all(path: str | Path, errors: Sequence[Any], schema: type[BaseModel]
         place = error["loc"]
         below = any(len(other) > len(place) and other[: len(place)] == place for other in places)
         if error["type"] != "too_short" or not below:
-            lines.append(explain(path, error, schema))
+            lines.append(placed(path, overrides, explain(error, schema)))
     return "\n".join(lines)
 
 
-def explain(path: str | Path, error: Any, schema: type[BaseModel]) -> str:
-    """One of pydantic's errors.
+def explain(error: Any, schema: type[BaseModel]) -> str:
+    """One of pydantic's errors, behind the setting's key.
 
     Args:
-        path: The experiment file.
         error: As in `ValidationError.errors()`.
         schema: What was read.
     """
@@ -78,7 +97,7 @@ def explain(path: str | Path, error: Any, schema: type[BaseModel]) -> str:
         keys = [*_walk(loc, schema)[0], context["name"]]
         kind, given = context["kind"], context["given"]
     if kind == "extra_forbidden":
-        return f"{path}: {'.'.join(keys)}: unknown key{nearest(keys[-1], siblings)}"
+        return f"{'.'.join(keys)}: unknown key{nearest(keys[-1], siblings)}"
     if kind in ("union_tag_invalid", "union_tag_not_found"):
         tag = context["discriminator"].strip("'")
         known = ", ".join(_tags(loc, schema))
@@ -98,7 +117,7 @@ def explain(path: str | Path, error: Any, schema: type[BaseModel]) -> str:
     tail = "" if told else f", got {shown(given)}"
     if kind == "string_type" and isinstance(given, int | float):
         tail += "; put it in quotes"
-    return f"{path}: {where}{': ' if where else ''}{reason}{tail}"
+    return f"{where}{': ' if where else ''}{reason}{tail}"
 
 
 def bad_setting(name: str, kind: str, given: object, **bounds: int) -> PydanticCustomError:

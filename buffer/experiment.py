@@ -20,7 +20,7 @@ from pydantic import (
     model_validator,
 )
 
-from buffer.config_errors import ConfigError, bad_setting, explain_all, nearest
+from buffer.config_errors import ConfigError, bad_setting, explain_all, nearest, placed
 from buffer.experiment_file import merged
 from buffer.order import parse_split
 from buffer.processor import native_dtype
@@ -253,9 +253,10 @@ def load(path: str | Path, overrides: list[str], schema: type[S_], sections: Seq
     found = merged(Path(path), overrides)
     for key in found:
         if key not in sections:
-            raise ConfigError(f"{path}: {key}: unknown section{nearest(str(key), sections)}")
+            reason = f"{key}: unknown section{nearest(str(key), sections)}"
+            raise ConfigError(placed(path, overrides, reason))
     wanted = {key: found[key] for key in schema.model_fields if key in found}
     try:
         return schema.model_validate(wanted)
     except ValidationError as error:
-        raise ConfigError(explain_all(path, error.errors(), schema)) from None
+        raise ConfigError(explain_all(path, overrides, error.errors(), schema)) from None

@@ -33,6 +33,24 @@ app = typer.Typer(
 convert = typer.Typer(help="Hugging Face folders to Megatron checkpoints and back, in one process.")
 app.add_typer(convert, name="convert")
 
+
+def _told_version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import version
+
+        typer.echo(f"slipstream {version('slipstream-rl')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _main(
+    told: Annotated[
+        bool, typer.Option("--version", help="Show which one this is.", callback=_told_version, is_eager=True)
+    ] = False,
+) -> None:
+    pass
+
+
 Config = Annotated[Path, typer.Argument(metavar="CONFIG", help="The experiment's YAML file.")]
 Overrides = Annotated[
     list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Override the file: learner.steps=20")

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import yaml
 
 from buffer.config import BufferConfig, BufferExperiment
-from buffer.config_errors import shown
+from buffer.config_errors import placed, shown
 from buffer.dotted import fault, is_dotted
 from buffer.experiment import (
     BlendSource,
@@ -274,7 +274,7 @@ def read(path: str | Path, overrides: list[str], services: Collection[str] = SER
         for name, reward in reward_models(experiment).items():
             reasons += scorer_faults(experiment, name, reward)
     if reasons:
-        raise ConfigError("\n".join(f"{path}: {reason}" for reason in reasons))
+        raise ConfigError("\n".join(placed(path, overrides, reason) for reason in reasons))
     return experiment
 
 
@@ -333,7 +333,7 @@ def check_scorer(path: str | Path, overrides: list[str], name: str) -> None:
     reward = model_reward(experiment.rollout, experiment.model, name)
     reasons = _ports(experiment, ["scorer"]) + scorer_faults(experiment, name, reward)
     if reasons:
-        raise ConfigError("\n".join(f"{path}: {reason}" for reason in reasons))
+        raise ConfigError("\n".join(placed(path, overrides, reason) for reason in reasons))
 
 
 def missing_rows(e: WholeExperiment | OfflineExperiment) -> list[str]:

@@ -10,7 +10,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from buffer.experiment import ConfigError, load
+from buffer.config_errors import ConfigError, placed
+from buffer.experiment import load
 from buffer.processor import COMPUTING_ENVIRONMENT
 from launch import model_folder
 from launch.experiment import check_kind, missing_rows, missing_start
@@ -53,7 +54,7 @@ def read_stage(path: str | Path, overrides: list[str], kind: str) -> OfflineExpe
     reasons = missing_rows(experiment) + missing_start(experiment.learner)
     reasons += model_folder.trained("model.path", model.path, model.max_length, layout, head)
     if reasons:
-        raise ConfigError("\n".join(f"{path}: {reason}" for reason in reasons))
+        raise ConfigError("\n".join(placed(path, overrides, reason) for reason in reasons))
     return experiment
 
 

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from buffer.config_errors import placed
 from buffer.experiment import FilesSource, load
 from launch import model_folder
 from rollout.config import PredictionExperiment, engine_faults
@@ -36,12 +37,12 @@ def read(config: Path, overrides: list[str], model: Path | None) -> PredictionEx
         ConfigError: One line per mistake.
         ValueError: The model's folder cannot be one, or its engine cannot run here.
     """
-    override = [f"model.path={model}"] if model else []
-    experiment = load(config, [*overrides, *override], PredictionExperiment)
+    given = [*overrides, *([f"model.path={model}"] if model else [])]
+    experiment = load(config, given, PredictionExperiment)
     faults = model_folder.served("model.path", experiment.model.path, experiment.model.max_length)
     faults += engine_faults("rollout.engine", experiment.rollout.engine)
     if faults:
-        raise ValueError("\n".join(f"{config}: {fault}" for fault in faults))
+        raise ValueError("\n".join(placed(config, given, fault) for fault in faults))
     return experiment
 
 

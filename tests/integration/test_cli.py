@@ -5,6 +5,7 @@ import resource
 import subprocess
 import sys
 import time
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -45,7 +46,12 @@ def test_help_names_every_command():
         assert f" {command} " in result.stdout
 
 
-@pytest.mark.parametrize("arguments", [("--help",), ("run", "--help")])
+def test_the_version_is_the_distributions():
+    result = slipstream("--version")
+    assert (result.returncode, result.stdout) == (0, f"slipstream {version('slipstream-rl')}\n")
+
+
+@pytest.mark.parametrize("arguments", [("--help",), ("run", "--help"), ("--version",)])
 def test_help_takes_less_than_a_second(arguments):
     assert seconds_of(*arguments) < 1.0
 
@@ -69,7 +75,14 @@ def test_a_plan_takes_less_than_two_seconds_and_says_by_its_exit_code_whether_it
         (("run", "configs/demo.yaml", "learner.stepz=3"), "learner.stepz: unknown key; did you mean steps?"),
         (("run", "configs/demo.yaml", "lerner.steps=3"), "lerner: unknown section; did you mean learner?"),
         (("run", "configs/demo.yaml", "nonsense"), "override 'nonsense': expected section.key=value"),
-        (("run", "configs/demo.yaml", "model.path=/nowhere"), "model.path=/nowhere: no config.json in it"),
+        (
+            ("run", "configs/demo.yaml", "model.path=/nowhere"),
+            "error: override model.path=/nowhere: no config.json",
+        ),
+        (
+            ("evaluate", "configs/demo.yaml", "--model", "/nowhere"),
+            "override model.path=/nowhere: no config.json",
+        ),
         (("run", "nowhere.yaml"), "nowhere.yaml: no such file"),
         (("run", "configs"), "configs"),
         (("scorer", "configs/judged.yaml"), "Missing option '--name'"),

@@ -87,7 +87,27 @@ def told(tmp_path, *overrides: str, text: str = "name: made\nrun_dir: runs/made\
     ],
 )
 def test_a_mistake_is_told_in_words(tmp_path, override, line):
-    assert told(tmp_path, override) == f"made.yaml: {line}"
+    assert told(tmp_path, override).removeprefix("override ").removeprefix("made.yaml: ") == line
+
+
+@pytest.mark.parametrize(
+    ("overrides", "line"),
+    [
+        (["inner.count=x"], 'override inner.count: expected a whole number, got "x"'),
+        (["inner={count: x}"], 'override inner.count: expected a whole number, got "x"'),
+        (["inner.counts=1"], "override inner.counts: unknown key; did you mean count or on?"),
+        (
+            ["seed=2", "iner.count=1"],
+            "made.yaml with iner.count=1: iner: unknown section; did you mean inner or name?",
+        ),
+        (["inner.count=1", "seed=2"], 'made.yaml: inner.rate: expected a number, got "x"'),
+        (["inner.rat=1"], "override inner.rat: unknown key; did you mean rate?"),
+    ],
+)
+def test_a_mistake_is_told_where_it_was_made(tmp_path, overrides, line):
+    """A file's own mistake stays the file's, whatever else is overridden, also by a key that begins alike."""
+    text = "name: made\nrun_dir: runs/made\n" + ("inner: {rate: x}\n" if "inner.rate:" in line else "")
+    assert told(tmp_path, *overrides, text=text) == line
 
 
 def test_what_is_told_once_is_not_told_again(tmp_path):

@@ -93,6 +93,6 @@ def test_a_mistake_is_told_before_anything_starts(tmp_path, model_folder, overri
     path = tmp_path / "stage.yaml"
     path.write_text(yaml.safe_dump(config))
     assert read_stage(path, [], "reward").learner.steps == 3
-    with pytest.raises(ValueError, match=r"stage\.yaml") as error:
+    with pytest.raises(ValueError, match=r"stage\.yaml|override") as error:
         read_stage(path, overrides, "reward")
     assert told in str(error.value)
