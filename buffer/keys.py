@@ -162,6 +162,12 @@ def _public(path: Path) -> dict[str, bytes]:
         value: Any = json.loads(text)
     except (ValueError, RecursionError):
         raise KeysError(f"{path}: not JSON") from None
+    lacking = [role for role in ROLES if isinstance(value, dict) and role not in value]
+    if lacking and len(lacking) < len(ROLES):
+        raise KeysError(
+            f"{path}: has no key of the role {', '.join(lacking)}, which an older Slipstream did not know; "
+            "make a new folder with `slipstream keys`, bring it to every host and start all services again"
+        )
     if not isinstance(value, dict) or set(value) != set(ROLES):
         raise KeysError(f"{path}: expected one public key for each of {', '.join(ROLES)}")
     keys = {role: _key(path, value[role]) for role in ROLES}

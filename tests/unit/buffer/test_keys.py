@@ -108,6 +108,17 @@ def test_what_is_no_key_is_one_line_that_does_not_repeat_it(folder, text):
         client_keys(str(folder), "buffer", "buffer")
 
 
+def test_a_folder_from_before_a_role_was_known_says_what_to_do(folder):
+    public = json.loads((folder / PUBLIC).read_text())
+    del public["reference"]
+    (folder / PUBLIC).write_text(json.dumps(public))
+    with pytest.raises(
+        KeysError, match=r"no key of the role reference.* new folder with `slipstream keys`"
+    ) as told:
+        server_keys(str(folder), "learner")
+    assert len(str(told.value).splitlines()) == 1
+
+
 def test_one_key_for_two_roles_is_refused(folder):
     public = json.loads((folder / PUBLIC).read_text())
     (folder / PUBLIC).write_text(json.dumps(public | {"scorer": public["rollout"]}))
