@@ -47,6 +47,10 @@ class DiskFailed(ValueError):
     """The run folder cannot be written: it is full, or gone."""
 
 
+class Fruitless(ValueError):
+    """Prompt after prompt is given up, and no group comes."""
+
+
 class BufferInUse(ValueError):
     """The run folder belongs to another live buffer."""
 

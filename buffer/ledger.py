@@ -20,6 +20,9 @@ SERVER_STOPPED = "server_stopped"
 """Why a server that ends hands its leases back."""
 MAX_FAILURES = 3
 """A prompt given up more often than this is dropped by rule `failed`."""
+MOST_FRUITLESS = 64
+"""So many prompts that failed too often in a row, without a group between them, end the buffer: something
+that every completion needs does not work, and going on would use up the data."""
 SILENT_S = 15.0
 """No batch waits for a lease not renewed for this long, or for half its time where that is less: its server
 may be dead. Servers renew every 5 s, or every quarter of the lease's time."""
@@ -40,6 +43,10 @@ class Ledger:
         self.queue = queue
         self.changed = False
         """A prompt came back or left: a waiting lease may succeed. Whoever wakes the waiters clears it."""
+        self.fruitless = 0
+        """Prompts dropped since the last group came, or since this was opened: what did not work may have
+        been mended meanwhile."""
+        self._failing = 0
         self._rows = {"train": queue.rows, "eval": eval_rows}
         self._database = database
         self._timeout_s = timeout_s
@@ -162,6 +169,15 @@ class Ledger:
         if holder is not None:
             self.end(holder)
 
+    def bore_fruit(self) -> None:
+        """A group came."""
+        self.fruitless = self._failing = 0
+
+    def hopeless(self) -> bool:
+        """Whether nothing works: MOST_FRUITLESS prompts failed in a row, or a whole pass over the rows was
+        dropped by whatever rule (a few rows in a row may well be too long)."""
+        return self._failing >= MOST_FRUITLESS or self.fruitless >= max(MOST_FRUITLESS, len(self.queue.rows))
+
     # States
 
     def move(self, prompt_id: str, state: str) -> None:
@@ -195,5 +211,7 @@ class Ledger:
         if again:
             self.requeue(prompt_id, "failed")
         else:
+            self.fruitless += 1
+            self._failing += requeue
             self.drop(prompt_id, "failed" if requeue else reason)
         return GivenUp(failures, MAX_FAILURES + 1, again)

@@ -15,7 +15,7 @@ import uvloop
 from buffer.commits import happens
 from buffer.config import BufferExperiment
 from buffer.database import RunLock
-from buffer.errors import DiskFailed
+from buffer.errors import DiskFailed, Fruitless
 from buffer.keys import server_keys
 from buffer.prompts import EVAL_SEED, load_rows, open_prompts
 from buffer.server import BufferServer
@@ -32,6 +32,7 @@ def run(experiment: BufferExperiment) -> None:
     Raises:
         ValueError: The user's mistakes, one line each: data, address, run folder.
         DiskFailed: The run folder cannot be written any more.
+        Fruitless: Every prompt is given up.
     """
     run_dir = Path(experiment.run_dir)
     try:
@@ -71,12 +72,23 @@ async def _serve(experiment: BufferExperiment, run_dir: Path) -> None:
             await happens(stop, REPORT_S)
             status = await server.status()
             report.write(status)
-            if server.may_end(status["over"]):
+            if server.may_end(status["over"]) or status["hopeless"]:
                 stop.set()
         serving.cancel()
     server.close()
     store.close()
+    if status["hopeless"]:
+        raise Fruitless(_fruitless(status))
     logger.info("buffer of %s ends: %s", experiment.name, "the run is over" if status["over"] else "stopped")
+
+
+def _fruitless(status: dict[str, Any]) -> str:
+    causes = ", ".join(f"{name} {n}" for name, n in sorted(status["failed"].items()))
+    return (
+        f"the last {status['fruitless']} prompts were all given up ({causes} in the whole run) and no group "
+        "came: the logs of the rollout servers say why, under `gave up prompt`. Mend that and start the "
+        "buffer again"
+    )
 
 
 def _sources(experiment: BufferExperiment) -> Sources:

@@ -180,6 +180,7 @@ class Store:
         if known or state not in ("queued", "leased"):
             self.database.count("duplicates")
             return False
+        self.ledger.bore_fruit()
         if kind == "eval":
             self.ledger.end_of_prompt(group.prompt_id)
             self.evaluations.record(group)
@@ -330,6 +331,8 @@ class Store:
             "dropped": under(counters, "dropped/"),
             "requeued": under(counters, "requeued/"),
             "failed": under(counters, "failed/"),
+            "fruitless": self.ledger.fruitless,
+            "hopeless": self.ledger.hopeless(),
             "starvation": starvation(self.database.connection),
             "eval_scores": {str(v): s for v, s in self.evaluations.scores().items()},
             "finished": self.finished(),

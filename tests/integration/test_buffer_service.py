@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 import signal
 import socket
 import subprocess
@@ -106,6 +107,39 @@ def test_a_silent_server_loses_its_leases_to_another(service):
             assert {x.prompt.prompt_id for x in again} == {x.prompt.prompt_id for x in lost}
             ids = [x.lease_id for x in lost]
             assert await rollout.renew(ids) == set(ids)
+
+    asyncio.run(asyncio.wait_for(run(), 60))
+
+
+def test_prompts_that_all_fail_end_the_service_with_one_line_and_a_restart_goes_on(service):
+    """The data goes round for ever, and so would a reward function that always raises."""
+    address, start, _ = service
+    first = start()
+
+    async def fail_all():
+        rollout, learner = both(address)
+        async with rollout, learner:
+            await learner.published(0)
+            while True:
+                for lease in await rollout.lease(6, 5.0):
+                    await rollout.give_up(lease.lease_id, "reward_raised", True)
+
+    async def run():
+        failing = asyncio.create_task(fail_all())
+        try:
+            assert await asyncio.to_thread(first.wait, 50) == 1
+        finally:
+            failing.cancel()
+        last = first.communicate()[1].splitlines()[-1]
+        assert re.match(
+            r"the last \d+ prompts were all given up \(reward_raised \d+ in the whole run\)", last
+        )
+        start()
+        rollout, learner = both(address)
+        async with rollout, learner:
+            await learner.published(0)
+            leases = await rollout.lease(2, 20.0)
+            assert [await rollout.deliver(made_group(lease)) for lease in leases] == [True, True]
 
     asyncio.run(asyncio.wait_for(run(), 60))
 

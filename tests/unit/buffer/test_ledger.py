@@ -2,12 +2,14 @@
 
 import collections
 import random
+import uuid
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from buffer.errors import DataExhausted
+from buffer.ledger import MOST_FRUITLESS
 
 ROWS, BATCH = 7, 2
 RULES = [
@@ -166,3 +168,37 @@ class Walk:
         assert kept == {q for (q,) in live}, (
             "payloads are kept for exactly the groups that can still be asked for"
         )
+
+
+def dropped(b, count, reason="reward_raised", requeue=True):
+    """So many prompts in a row, each given up until it is dropped."""
+    with b.store.transaction():
+        while count:
+            (lease,) = b.store.lease("server-0", uuid.uuid4().hex, 1)
+            outcome = b.store.give_up(lease.lease_id, reason, requeue)
+            count -= not outcome.queued
+
+
+@pytest.mark.parametrize("epochs", [None, 50])
+def test_prompts_that_all_fail_are_hopeless_after_a_bounded_number(bench, group, epochs):
+    b = bench(rows=3, epochs=epochs)
+    b.do(lambda s: s.published(0))
+    dropped(b, MOST_FRUITLESS - 1)
+    assert not b.store.status()["hopeless"]
+    b.deliver(group(b.lease(1)[0]))
+    dropped(b, MOST_FRUITLESS - 1)
+    assert not b.store.status()["hopeless"], "a group came in between"
+    dropped(b, 1)
+    assert b.store.status()["hopeless"]
+    b.reopen()
+    assert not b.store.status()["hopeless"], "what did not work may have been mended"
+
+
+def test_rows_that_can_never_be_sampled_are_hopeless_after_a_whole_pass_of_them(bench):
+    """Fewer in a row may well be too long: rows come in the order of their lengths in some files."""
+    b = bench(rows=MOST_FRUITLESS + 9, epochs=None)
+    b.do(lambda s: s.published(0))
+    dropped(b, MOST_FRUITLESS + 8, "too_long", requeue=False)
+    assert not b.store.status()["hopeless"]
+    dropped(b, 1, "too_long", requeue=False)
+    assert b.store.status()["hopeless"]
