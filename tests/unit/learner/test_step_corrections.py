@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from buffer.records import Batch, Group, Trajectory
@@ -17,6 +18,7 @@ from learner.metrics import StepReport
 from learner.model import build_model
 from learner.optimizer import make_trainable
 from learner.packing import MicroBatch
+from learner.policy_losses import trusted_limit
 from learner.step import Updater
 
 INDEX = 7
@@ -70,22 +72,26 @@ class Step:
     report: StepReport
     given: list[tuple[MicroBatch, Denominators]]
     """What the objective was called with."""
+    computed: list[Tensor]
+    """log π of those micro-batches, as it was then."""
 
 
 @pytest.fixture
 def trained(one_process, folder, monkeypatch):
-    def step(budget: int = 64, updates: int = 1, **algorithm) -> Step:
+    def step(
+        budget: int = 64, updates: int = 1, lr: float = 1e-9, temperature: float = 1, **algorithm
+    ) -> Step:
         of = LearnerExperiment.model_validate(
             {
                 "name": "x",
                 "run_dir": "r",
                 "model": {"path": str(folder), "dtype": "float32", "max_length": 64},
                 "buffer": {"groups_per_batch": 4},
-                "rollout": {"group_size": 2},
+                "rollout": {"group_size": 2, "sampling": {"temperature": temperature}},
                 "learner": {
                     "updates_per_batch": updates,
                     "tokens_per_microbatch": budget,
-                    "optimizer": {"lr": 1e-9},
+                    "optimizer": {"lr": lr},
                     "algorithm": algorithm,
                 },
             }
@@ -93,28 +99,29 @@ def trained(one_process, folder, monkeypatch):
         policy = make_trainable(
             build_model(folder, of.learner.parallel, torch.float32), of.learner.optimizer, of.learner.parallel
         )
-        given, original = [], step_module.objective
+        given, computed, original = [], [], step_module.objective
 
         def remember(*args):
             given.append((args[2], args[4]))
+            computed.append(args[0].detach())
             return original(*args)
 
         monkeypatch.setattr(step_module, "objective", remember)
         report = Updater(of, policy, None).update(BATCH)
         monkeypatch.setattr(step_module, "objective", original)
-        return Step(report, given)
+        return Step(report, given, computed)
 
     return step
 
 
 @torch.no_grad()
-def log_ratios(folder) -> dict[float, float]:
+def log_ratios(folder, temperature: float = 1) -> dict[float, float]:
     """log π / μ of every trained token that a gradient comes from, by its log μ, which is its own."""
     model, found = AutoModelForCausalLM.from_pretrained(folder), {}
     moving = [g for g in BATCH.groups if len({t.reward for t in g.trajectories}) > 1]
     for trajectory in (t for g in moving for t in g.trajectories):
         ids = torch.tensor(trajectory.token_ids[None], dtype=torch.int64)
-        logprobs = model(ids).logits[0].log_softmax(-1)
+        logprobs = (model(ids).logits[0] / temperature).log_softmax(-1)
         for t in np.flatnonzero(trajectory.loss_mask):
             mu = float(trajectory.behavior_logprobs[t])
             found[mu] = float(logprobs[t - 1, ids[0, t]]) - mu
@@ -182,6 +189,33 @@ def test_m2po_trusts_the_same_tokens_in_one_micro_batch_and_in_several(trained, 
     assert several.report.grad_norms[0] == pytest.approx(one.report.grad_norms[0], rel=1e-4)
 
 
+def test_m2po_trusts_by_what_the_policy_is_at_each_update(trained, folder):
+    """Not by what it was before the batch's first one."""
+    limit, temperature = 0.05, 0.7
+    settings = {"loss": "m2po", "correction": {"kind": "bypass"}, "m2po": {"second_moment": limit}}
+    step = trained(512, updates=2, lr=0.02, temperature=temperature, **settings)
+    before = log_ratios(folder, temperature)
+    assert len(step.given) == 2
+    for number, ((batch, _), logprobs) in enumerate(zip(step.given, step.computed, strict=True)):
+        squares = (logprobs - batch.behavior_logprobs) ** 2
+        assert batch.trusted is not None
+        assert batch.trusted.tolist() == (squares <= trusted_limit(squares, limit)).tolist()
+        stale = torch.tensor([before[mu] for mu in batch.behavior_logprobs.tolist()]) ** 2
+        assert number == 0 or batch.trusted.tolist() != (stale <= trusted_limit(stale, limit)).tolist()
+
+
+def test_the_proximal_policy_is_that_before_the_batchs_first_update(trained, folder):
+    step = trained(512, updates=2, lr=0.02, temperature=0.7)
+    before = log_ratios(folder, 0.7)
+    assert len(step.given) == 2
+    for batch, _ in step.given:
+        assert batch.proximal_logprobs is not None
+        found = (batch.proximal_logprobs - batch.behavior_logprobs).tolist()
+        assert found == pytest.approx([before[mu] for mu in batch.behavior_logprobs.tolist()], abs=1e-4)
+    moved = (step.computed[1] - step.given[1][0].proximal_logprobs).abs()
+    assert moved.max() > 0.1, "the case is to tell something"
+
+
 def test_dppo_trains_equal_groups_too_for_its_penalty(trained):
     step = trained(512, loss="dppo", correction={"kind": "bypass"})
     assert step.report.row()["gradient_fraction"] == 1
@@ -190,8 +224,9 @@ def test_dppo_trains_equal_groups_too_for_its_penalty(trained):
     ] < 1  # fmt: skip
 
 
-def test_a_cut_completion_is_not_trained_and_its_reward_still_counts(trained):
-    plain, filtered = trained(512), trained(512, overlong={"filter": True})
+@pytest.mark.parametrize("advantage", ["grpo", "reinforce_plus_plus"])
+def test_a_cut_completion_is_not_trained_and_its_reward_still_counts(trained, advantage):
+    plain, filtered = (trained(512, advantage=advantage, overlong={"filter": f}) for f in (False, True))
     (before, _), (after, total) = plain.given[0], filtered.given[0]
     cut = BATCH.groups[1].trajectories[1]
     mine = set(cut.behavior_logprobs[cut.loss_mask > 0].tolist())
@@ -203,14 +238,18 @@ def test_a_cut_completion_is_not_trained_and_its_reward_still_counts(trained):
         assert advantage == advantages[mu]
 
 
-def test_a_long_completions_reward_is_what_it_is_less_its_penalty(trained):
-    """Its own group's are equal before; the limit is a rollout's 256, and the band reaches down to 0."""
-    step = trained(512, advantage="dr_grpo", overlong={"band": 256})
+@pytest.mark.parametrize("clip", [None, 0.4])
+def test_a_long_completions_reward_is_what_it_is_less_its_penalty(trained, clip):
+    """Its own group's rewards are equal before. The limit is a rollout's 256; the band begins between the two
+    lengths, and the penalty is on top of what the clip leaves of the reward."""
     first, second = BATCH.groups[2].trajectories
     lengths = [int(t.loss_mask.sum()) for t in (first, second)]
-    assert lengths[0] != lengths[1], "the case is to tell something"
-    advantages = dict(
-        zip(step.given[0][0].behavior_logprobs.tolist(), step.given[0][0].advantages.tolist(), strict=True)
-    )
+    short, long = sorted(lengths)
+    assert short + 1 < long, "the case is to tell something"
+    band = 256 - short - 1
+    algorithm = {"advantage": "dr_grpo", "reward_clip": clip, "overlong": {"band": band, "penalty": 0.5}}
+    given = trained(512, **algorithm).given[0][0]
+    advantages = dict(zip(given.behavior_logprobs.tolist(), given.advantages.tolist(), strict=True))
+    penalties = [-0.5 * max(0, n - short - 1) / band for n in lengths]
     mu = float(first.behavior_logprobs[first.loss_mask > 0][0])
-    assert advantages[mu] == pytest.approx((lengths[1] - lengths[0]) / 256 / 2, rel=1e-4)
+    assert advantages[mu] == pytest.approx((penalties[0] - penalties[1]) / 2, rel=1e-4)

@@ -1,6 +1,7 @@
 """A whole step of online DPO against Hugging Face models and a loop over pairs."""
 
 import math
+from dataclasses import replace
 from itertools import permutations
 
 import numpy as np
@@ -68,7 +69,7 @@ def batch(*numbers: int) -> Batch:
 def updater(one_process, folders):
     """An updater and its policy."""
 
-    def make(rate=1e-9, updates=1, sharded=False):
+    def make(rate=1e-9, updates=1, sharded=False, **algorithm):
         fields = {
             "name": "x",
             "run_dir": "r",
@@ -80,7 +81,7 @@ def updater(one_process, folders):
                 "tokens_per_microbatch": 64,
                 "optimizer": {"lr": rate},
                 "parallel": {"distributed_optimizer": sharded},
-                "algorithm": {"loss": "dpo", "dpo": {"beta": BETA}},
+                "algorithm": {"loss": "dpo", "dpo": {"beta": BETA}, **algorithm},
             },
         }
         of = LearnerExperiment.model_validate(fields)
@@ -140,6 +141,28 @@ def test_a_batch_without_any_pair_makes_no_step(updater):
     assert all(torch.equal(p, old) for p, old in zip(trainable.model.parameters(), before, strict=True))
     assert (row["dpo/pairs"], row["dpo/groups_without_pair"], row["dpo/accuracy"]) == (0, 2, None)
     assert (row["tokens"], row["skipped_updates"]) == (0, 0)
+
+
+def test_of_equal_rewards_the_shorter_completion_is_preferred_where_length_costs(updater, folders):
+    made, _ = updater(overlong={"band": 256})
+    tied = batch(0)
+    lengths = [int(t.loss_mask.sum()) for t in tied.groups[0].trajectories]
+    pairs = [(i, j) for i, j in permutations(range(3), 2) if lengths[i] < lengths[j]]
+    assert pairs, "the case is to tell something"
+    row, (found,) = made.update(tied).row(), values(folders, tied)
+    gaps = [found[i] - found[j] for i, j in pairs]
+    assert (row["dpo/pairs"], row["dpo/groups_without_pair"]) == (len(pairs), 0)
+    assert row["dpo/margin"] == pytest.approx(BETA * sum(gaps) / len(pairs), rel=1e-3)
+
+
+def test_a_completion_that_is_cut_has_no_pair_where_cut_ones_are_not_trained(updater):
+    whole = batch(2)
+    (group_,) = whole.groups
+    last = [replace(t, finish_reason="length") if t.reward == 0 else t for t in group_.trajectories]
+    cut = replace(whole, groups=(replace(group_, trajectories=tuple(last)),))
+    rows = [updater(overlong={"filter": f})[0].update(cut).row() for f in (False, True)]
+    assert [row["dpo/pairs"] for row in rows] == [2, 0]
+    assert [row["dpo/groups_without_pair"] for row in rows] == [0, 1]
 
 
 @pytest.mark.parametrize("updates", [1, 2])

@@ -2,7 +2,7 @@
 
 import json
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -18,7 +18,7 @@ from learner.config import LearnerExperiment, ParallelConfig
 from learner.critic import Critic
 from learner.losses import adapted
 from learner.model import build_model
-from learner.optimizer import make_trainable, prepare_schedule
+from learner.optimizer import Trainable, make_trainable, prepare_schedule
 from learner.reference.local import Reference
 from learner.step import Updater
 
@@ -32,6 +32,7 @@ SIZES = {
     "max_position_embeddings": 64,
 }
 GAMMA, LAMBDA, BETA, CLIP, TEMPERATURE = 0.9, 0.8, 0.3, 1.5, 0.7
+RHO_BAR, C_BAR = 1.4, 0.8
 REWARDS = [[1.0, 1.0, 1.0], [0.0, 9.0, -1.0], [0.5, 0.0, 2.0]]
 """Of each group: equal ones first, then one beyond the clip."""
 
@@ -77,9 +78,11 @@ def group(number: int) -> Group:
 BATCH = Batch(0, tuple(group(n) for n in range(3)), {})
 
 
-def experiment(folders, targets="gae", **algorithm) -> LearnerExperiment:
+def experiment(folders, targets="gae", falling=False, **algorithm) -> LearnerExperiment:
     value = {"path": str(folders / "value"), "gamma": GAMMA, "gae_lambda": LAMBDA, "optimizer": {"lr": 1e-9}}
     value["targets"] = targets
+    if targets == "vtrace":
+        value |= {"rho_bar": RHO_BAR, "c_bar": C_BAR}
     learner = {
         "steps": 4,
         "updates_per_batch": 2,
@@ -87,6 +90,9 @@ def experiment(folders, targets="gae", **algorithm) -> LearnerExperiment:
         "optimizer": {"lr": 1e-9},
         "algorithm": {"reward_clip": CLIP, **algorithm},
     }
+    if falling:
+        learner["optimizer"] = {"lr": 2e-9, "schedule": "linear", "clip_grad": 0.25}
+        value["optimizer"] = {"lr": 4e-9, "schedule": "linear", "clip_grad": 0.125}
     return LearnerExperiment.model_validate(
         {
             "name": "x",
@@ -135,12 +141,13 @@ def facts(models, trajectory: Trajectory) -> list[tuple[float, float, float, flo
 
 
 def oracle(
-    models, gamma, lam, in_reward, with_values, behavior=False, truncated=lambda rho: 1.0
+    models, gamma, lam, in_reward, with_values, behavior=False, truncated=lambda rho, bar: 1.0
 ) -> dict[float, Token]:
     """By the token's log μ, which is its own.
 
     Args:
-        truncated: Of a token's ρ, what weighs its step's error and carries back the next one's.
+        truncated: Of a token's ρ and RHO_BAR what weighs its step's error, with C_BAR what carries back the
+            next one's.
     """
     tokens: dict[float, Token] = {}
     for trajectory in (t for g in BATCH.groups for t in g.trajectories):
@@ -152,9 +159,9 @@ def oracle(
             reward = -in_reward * ((mu if behavior else logprob) - reference)
             if t == len(known) - 1:
                 reward += min(max(trajectory.reward, -CLIP), CLIP)
-            error, weight = reward + gamma * values[t + 1] - values[t], truncated(math.exp(logprob - mu))
+            error, rho = reward + gamma * values[t + 1] - values[t], math.exp(logprob - mu)
             advantage = error + gamma * lam * carried
-            carried = weight * advantage
+            carried = truncated(rho, RHO_BAR) * error + gamma * lam * truncated(rho, C_BAR) * carried
             tokens[mu] = Token(advantage, carried + values[t], values[t], logprob - reference)
     found = [token.advantage for token in tokens.values()]
     mean = sum(found) / len(found)
@@ -168,8 +175,8 @@ def oracle(
 def trained(one_process, folders, monkeypatch):
     """Runs a step; gives its updater, its report and the micro-batches that both models were trained on."""
 
-    def step(**algorithm):
-        of = experiment(folders, **algorithm)
+    def step(falling=False, **algorithm):
+        of = experiment(folders, falling=falling, **algorithm)
         layout, kept = of.learner.parallel, {"policy": [], "value": []}
 
         def build(name, head="vocabulary"):
@@ -194,7 +201,7 @@ def trained(one_process, folders, monkeypatch):
 
             monkeypatch.setattr(module, name, remember)
         updater = Updater(of, policy, Reference(reference), critic)
-        return updater, updater.update(BATCH), kept
+        return updater, updater.update(replace(BATCH, index=2) if falling else BATCH), kept
 
     return step
 
@@ -252,13 +259,43 @@ def test_ppo_without_a_kl_and_with_the_behavior_policy_in_its_place(trained, mod
 @pytest.mark.parametrize("kind", ["decoupled", "bypass"])
 def test_values_can_be_of_the_proximal_policy_where_another_one_sampled(trained, models, kind):
     _, _, kept = trained(advantage="gae", targets="vtrace", correction={"kind": kind})
-    expected = oracle(models, GAMMA, LAMBDA, 0.0, True, truncated=lambda rho: min(1.0, rho))
+    expected = oracle(models, GAMMA, LAMBDA, 0.0, True, truncated=lambda rho, bar: min(bar, rho))
     plain = oracle(models, GAMMA, LAMBDA, 0.0, True)
     assert max(abs(expected[mu].target - plain[mu].target) for mu in plain) > 0.1, (
         "the case is to tell something"
     )
     assert_trained_with(kept["policy"], expected, values=True)
     assert_trained_with(kept["value"], expected, values=True)
+
+
+@pytest.mark.parametrize("placement", ["loss", "reward"])
+def test_a_distance_is_counted_once_and_rates_and_clips_are_those_of_the_step(
+    trained, monkeypatch, placement
+):
+    """At batch 2 of 4, of a policy and a value model whose rates fall."""
+    given, clips, rates = [], [], []
+    original = step_module.objective
+
+    def remember(*args):
+        given.append(args[5])
+        return original(*args)
+
+    def step(self, clip_grad):
+        clips.append(clip_grad)
+        rates.append({group["lr"] for group in self.optimizer.param_groups})
+        return made(self, clip_grad)
+
+    monkeypatch.setattr(step_module, "objective", remember)
+    made = Trainable.step
+    monkeypatch.setattr(Trainable, "step", step)
+    kl = {"coefficient": BETA, "placement": placement}
+    _, report, _ = trained(advantage="gae", kl=kl, falling=True)
+    assert set(given) == {BETA if placement == "loss" else 0.0}
+    row = report.row()
+    assert (row["lr"], row["value/lr"]) == pytest.approx((2e-9 / 3, 4e-9 / 3))
+    assert clips == [0.25, 0.125, 0.25, 0.125]
+    for number, found in enumerate(rates):
+        assert found == {pytest.approx(2e-9 / 3 if number % 2 == 0 else 4e-9 / 3)}
 
 
 def test_reinforce_plus_plus_with_the_kl_in_the_reward_takes_what_is_still_to_come(trained, models):
