@@ -1,7 +1,5 @@
 """`slipstream generate` and `slipstream evaluate`, as a person sees them: progress, then what came of it."""
 
-import os
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,7 +14,7 @@ from buffer.config_errors import placed
 from buffer.experiment import FilesSource, load
 from launch import model_folder
 from rollout.config import PredictionExperiment, engine_faults
-from rollout.engine import EngineFailed
+from rollout.engine_log import engine_log
 
 if TYPE_CHECKING:
     from rollout.offline import Told
@@ -101,33 +99,6 @@ def table_of(results: dict[str, Any]) -> Table:
         else:
             table.add_row(name, f"{value:.4g}")
     return table
-
-
-@contextmanager
-def engine_log(path: Path) -> Iterator[TextIO]:
-    """Send what vLLM, its processes and its libraries say to a file: pages of it, on every start.
-
-    Yields:
-        Where standard error went before.
-
-    Raises:
-        EngineFailed: As it came, with the file's name.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    kept = [(sys.stdout, 1, os.dup(1)), (sys.stderr, 2, os.dup(2))]
-    with path.open("ab") as log, os.fdopen(os.dup(2), "w", buffering=1) as terminal:
-        for stream, number, _ in kept:
-            stream.flush()
-            os.dup2(log.fileno(), number)
-        try:
-            yield terminal
-        except EngineFailed as error:
-            raise EngineFailed(f"{error}; its log: {path}") from error
-        finally:
-            for stream, number, before in kept:
-                stream.flush()
-                os.dup2(before, number)
-                os.close(before)
 
 
 @contextmanager

@@ -20,6 +20,7 @@ from buffer.rendering import Renderer
 from rollout.config import RolloutExperiment, engine_faults
 from rollout.endings import first_of, signalled, unending
 from rollout.engine import Engine, EngineFailed
+from rollout.engine_log import spared_terminal
 from rollout.groups import GroupRunner, SamplingPlan, evaluation_plan
 from rollout.loop import RolloutLoop, Runner
 from rollout.metrics import MeteredSink, Meters
@@ -89,7 +90,8 @@ async def _serve(experiment: RolloutExperiment, name: str) -> None:
         logger.info("rollout server %s starts vLLM with %s: half a minute or so", name, experiment.model.path)
         engine = _engine(experiment, name)
         stack.push_async_callback(engine.close)
-        await engine.start()
+        with spared_terminal(logs / f"{name}.vllm.log"):
+            await engine.start()
         await serve_with(experiment, name, engine, rewards, renderer, plans)
 
 

@@ -5,7 +5,6 @@ import logging
 import math
 import os
 import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -117,9 +116,7 @@ def _set_environment(config: EngineConfig) -> None:
     for name, value in COMPUTING_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    # At a terminal its warnings of all that this machine lacks would bury the server's own lines.
-    level = os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR" if sys.stderr.isatty() else "WARNING")
-    logging.getLogger("vllm").setLevel(level)
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 
 

@@ -17,6 +17,7 @@ from buffer.keys import client_keys, server_keys
 from rollout.config import RolloutExperiment
 from rollout.endings import first_of, signalled, unending
 from rollout.engine import EngineFailed
+from rollout.engine_log import spared_terminal
 from rollout.scorer.engine import PoolingEngine
 from rollout.scorer.folder import model_reward
 from rollout.scorer.local import open_model
@@ -51,9 +52,10 @@ async def _serve(experiment: RolloutExperiment, name: str) -> None:
     keys = server_keys(experiment.security.keys, "scorer")
     logger.info("scorer %s starts vLLM with %s: half a minute or so", name, reward.model)
     async with AsyncExitStack() as stack:
-        engine, renderer, welcome = await open_model(
-            name, reward, experiment.model, experiment.data.system_prompt, stack
-        )
+        with spared_terminal(Path(experiment.run_dir) / "logs" / f"{name}.vllm.log"):
+            engine, renderer, welcome = await open_model(
+                name, reward, experiment.model, experiment.data.system_prompt, stack
+            )
         # It listens once it can answer: until then, whoever asks waits and says for whom.
         server = ScorerServer(engine, renderer, welcome, experiment.name, name, reward.address, keys)
         stack.callback(server.close)
