@@ -17,7 +17,8 @@ from learner.losses import Denominators
 from learner.metrics import StepReport
 from learner.model import build_model
 from learner.optimizer import make_trainable
-from learner.packing import MicroBatch
+from learner.normalisers import trusted_tokens
+from learner.packing import MicroBatch, empty, pack
 from learner.policy_losses import trusted_limit
 from learner.step import Updater
 
@@ -202,6 +203,16 @@ def test_m2po_trusts_by_what_the_policy_is_at_each_update(trained, folder):
         assert batch.trusted.tolist() == (squares <= trusted_limit(squares, limit)).tolist()
         stale = torch.tensor([before[mu] for mu in batch.behavior_logprobs.tolist()]) ** 2
         assert number == 0 or batch.trusted.tolist() != (stale <= trusted_limit(stale, limit)).tolist()
+
+
+def test_what_only_fills_up_does_not_count_for_the_second_moment(one_process):
+    (batch,) = pack(BATCH.groups[:1], [np.ones(2)], 512)
+    count = len(batch.target_ids)
+    found = batch.behavior_logprobs + torch.linspace(0, 1, count)
+    (alone,) = trusted_tokens([batch], [found], 0.1)
+    filled, *_ = trusted_tokens([batch, *[empty()] * count], [found, *[torch.zeros(1)] * count], 0.1)
+    assert 0 < alone.sum() < count, "the case is to tell something"
+    assert torch.equal(alone, filled)
 
 
 def test_the_proximal_policy_is_that_before_the_batchs_first_update(trained, folder):
