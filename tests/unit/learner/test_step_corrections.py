@@ -16,8 +16,8 @@ from learner.config import LearnerExperiment, ParallelConfig
 from learner.losses import Denominators
 from learner.metrics import StepReport
 from learner.model import build_model
-from learner.optimizer import make_trainable
 from learner.normalisers import trusted_tokens
+from learner.optimizer import make_trainable
 from learner.packing import MicroBatch, empty, pack
 from learner.policy_losses import trusted_limit
 from learner.step import Updater
