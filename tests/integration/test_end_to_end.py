@@ -88,3 +88,18 @@ def test_a_finished_run_trains_on_when_it_is_given_more_steps(experiment: Path):
     again = start(experiment, f"learner.steps={STEPS + 2}")
     assert again.wait(300) == 0, (experiment / "output.txt").read_text()[-3000:]
     assert [row["step"] for row in rows(experiment)] == list(range(1, STEPS + 3))
+
+
+@pytest.mark.timeout(400)
+def test_a_run_whose_reward_always_fails_ends_and_says_why(make_experiment):
+    """The data would go round for ever."""
+    folder = make_experiment("failing")
+    (folder / "my_reward.py").write_text(
+        "def share_of_even_words(text, row):\n    raise KeyError('number')\n"
+    )
+    run = start(folder)
+    assert run.wait(300) == 1, (folder / "output.txt").read_text()[-3000:]
+    told = (folder / "output.txt").read_text()
+    assert "prompts were all given up (reward_raised" in told
+    assert "KeyError: 'number'" in told, "the screen has the server's warnings"
+    assert rows(folder) == []
