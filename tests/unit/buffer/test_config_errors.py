@@ -10,6 +10,7 @@ from buffer.experiment import ConfigError, DataConfig, Experiment, Section, load
 class Inner(Section):
     count: int = 1
     rate: float | None = 0.5
+    ra: int = 0
     on: bool = False
     pair: tuple[float, float] = (0.5, 0.5)
     mode: Literal["a", "b"] = "a"
@@ -101,7 +102,7 @@ def test_a_mistake_is_told_in_words(tmp_path, override, line):
             "made.yaml with iner.count=1: iner: unknown section; did you mean inner or name?",
         ),
         (["inner.count=1", "seed=2"], 'made.yaml: inner.rate: expected a number, got "x"'),
-        (["inner.rat=1"], "override inner.rat: unknown key; did you mean rate?"),
+        (["inner.ra=1"], 'made.yaml: inner.rate: expected a number, got "x"'),
     ],
 )
 def test_a_mistake_is_told_where_it_was_made(tmp_path, overrides, line):
