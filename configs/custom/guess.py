@@ -19,18 +19,24 @@ def rows(count: int = 64) -> list[dict[str, Any]]:
 
 async def episode(row: dict[str, Any], chat: Chat) -> dict[str, Any]:
     """Play to the end; what is returned is `row["episode"]` for the reward."""
-    secret = int(row["answer"])
+    secret, proper = int(row["answer"]), 0
     while (said := await chat.reply()) is not None:
         number = re.search(r"\d+", said)
+        proper += re.fullmatch(r"[1-9]\.?", said.strip()) is not None
         if number and int(number[0]) == secret:
-            return {"found": True, "guesses": chat.turns}
+            return {"found": True, "guesses": chat.turns, "proper": proper}
         if chat.turns == GUESSES:
             break
         hint = "Say a number." if not number else "Higher." if int(number[0]) < secret else "Lower."
         chat.tell(hint)
-    return {"found": False, "guesses": chat.turns}
+    return {"found": False, "guesses": chat.turns, "proper": proper}
 
 
 def reward(_text: str, row: dict[str, Any]) -> dict[str, float]:
+    """A number is found so rarely at first that the form of an answer has to be worth something too."""
     played = row["episode"]
-    return {"found": float(played["found"]), "early": 0.2 * (GUESSES - played["guesses"]) * played["found"]}
+    return {
+        "found": float(played["found"]),
+        "early": 0.2 * (GUESSES - played["guesses"]) * played["found"],
+        "form": 0.3 * played["proper"] / max(1, played["guesses"]),
+    }

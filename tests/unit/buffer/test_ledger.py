@@ -179,9 +179,9 @@ def dropped(b, count, reason="reward_raised", requeue=True):
             count -= not outcome.queued
 
 
-@pytest.mark.parametrize("epochs", [None, 50])
+@pytest.mark.parametrize("epochs", [None, 1])
 def test_prompts_that_all_fail_are_hopeless_after_a_bounded_number(bench, group, epochs):
-    b = bench(rows=3, epochs=epochs)
+    b = bench(rows=3 * MOST_FRUITLESS, epochs=epochs)
     b.do(lambda s: s.published(0))
     dropped(b, MOST_FRUITLESS - 1)
     assert not b.store.status()["hopeless"]

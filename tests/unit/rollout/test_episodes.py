@@ -204,7 +204,7 @@ def test_the_example_plays_a_game_of_several_turns_through_a_group():
     row = {"prompt": "guess", "answer": "5"}
     made = asyncio.run(runner.run(Lease("l", Prompt("p", row), "train", 1)))
     assert [t.turns for t in made.trajectories] == [2, 3, 1]
-    assert [t.reward for t in made.trajectories] == pytest.approx([1.2, 0.0, 1.4])
+    assert [t.reward for t in made.trajectories] == pytest.approx([1.5, 0.2, 1.7])
     first = made.trajectories[0]
     assert first.token_ids.tolist() == [1, 2, 5, 0, 70 + len("Higher."), 5, 0]
     assert first.loss_mask.tolist() == [0, 0, 1, 1, 0, 1, 1]
