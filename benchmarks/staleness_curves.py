@@ -1,10 +1,10 @@
 """Does training on old tokens go wrong, and which correction keeps it right? Learning curves over staleness.
 
-    python benchmarks/staleness_curves.py [--rates 2e-4 5e-5] [--quick] [--plot-only]
+    python benchmarks/staleness_curves.py [--rates 2e-4 5e-5 1e-4] [--quick] [--plot-only]
 
 Every correction of the learner at a staleness of exactly 0, 1, 2, 4, 8 and 16 versions, three seeds each
 (`staleness_harness.py` has the task and how staleness is made exact). A run takes seconds on one core, and
-what is done already is not done again: runs are kept in runs/staleness_curves.jsonl. Writes
+what is done already is not done again, be it recorded or only kept in runs/staleness_curves.jsonl. Writes
 benchmarks/results/staleness_curves.json, with every run that was made, and its picture in docs/pictures/.
 """
 
@@ -29,6 +29,7 @@ from learner.commandline import quiet_megatron
 from learner.config import ParallelConfig
 
 KEPT = Path("runs/staleness_curves.jsonl")
+RECORDED = RESULTS / "staleness_curves.json"
 START = Path("runs/staleness_start")
 PICTURE = Path("docs/pictures/staleness_curves.png")
 STALENESS = (0, 1, 2, 4, 8, 16)
@@ -57,19 +58,21 @@ METHODS: dict[str, dict[str, Any]] = {
 """`none` is PPO that takes every token for the policy's own, which a run's configuration refuses where
 tokens may be stale; `shipped` is what a file without a word about it gets."""
 MAIN = ("none", "ppo bypass", "shipped")
-"""At every rate and staleness; the others at the first rate and a staleness of 0, 8 and 16."""
+"""At every rate and staleness."""
+WHOLE = ("mask sequence", "mask geometric")
+"""At every staleness of the first rate and at 0, 8 and 16 of the others; the rest, at these of the first."""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--rates", type=float, nargs="+", default=[2e-4, 5e-5])
+    parser.add_argument("--rates", type=float, nargs="+", default=[2e-4, 5e-5, 1e-4])
     parser.add_argument("--quick", action="store_true", help="one seed, few settings, nothing recorded")
     parser.add_argument("--minutes", type=float, default=math.inf, help="then record what is done")
     parser.add_argument("--seed", type=int, help="this one's runs, recording nothing: a share for one core")
     parser.add_argument("--plot-only", action="store_true", help="from what is recorded")
     options = parser.parse_args()
     if options.plot_only:
-        draw(json.loads((RESULTS / "staleness_curves.json").read_text()), PICTURE)
+        draw(json.loads(RECORDED.read_text()), PICTURE)
         return
     torch.set_num_threads(1)
     quiet_megatron()
@@ -79,10 +82,11 @@ def main() -> None:
     if not (START / "start.json").exists():
         score = start_model(START)
         (START / "start.json").write_text(json.dumps({"score": score}))
-    start = json.loads((START / "start.json").read_text())["score"]
+    start = round(json.loads((START / "start.json").read_text())["score"], 4)
     parallel.initialize(ParallelConfig(), seed=1)
     KEPT.parent.mkdir(exist_ok=True)
-    done = {key_of(r): r for r in map(json.loads, KEPT.read_text().splitlines())} if KEPT.exists() else {}
+    done = {key_of(r): r for r in recorded(start)}
+    done |= {key_of(r): r for r in map(json.loads, KEPT.read_text().splitlines())} if KEPT.exists() else {}
     everything = grid(options.rates, options.quick)
     wanted = [run for run in everything if options.seed in (None, run["seed"])]
     deadline = time.monotonic() + 60 * options.minutes
@@ -99,7 +103,7 @@ def main() -> None:
     parallel.shutdown()
     if options.quick or options.seed is not None:
         return
-    runs = [done[key_of(run)] for run in everything if key_of(run) in done]
+    runs = sorted(done.values(), key=place)
     figures = {
         "task": "five digits backwards, reward 1 if all are right; a Llama of two layers taught before",
         "start_score": start,
@@ -115,11 +119,12 @@ def main() -> None:
 def grid(rates: list[float], quick: bool) -> list[dict[str, Any]]:
     """What tells most first: it may be cut off by the clock."""
     first, *calmer = rates
-    others = [m for m in METHODS if m not in MAIN]
+    others = [m for m in METHODS if m not in (*MAIN, *WHOLE, "m2po")]
     if quick:
         return [{"method": m, "rate": first, "staleness": s, "seed": 1} for m in MAIN for s in (0, 8)]
-    blocks = [([first], MAIN, STALENESS), ([first], others, (8,)), (calmer, MAIN, (0, 8, 16))]
-    blocks += [([first], others, (0, 16)), (calmer, MAIN, (1, 2, 4))]
+    blocks = [([first], MAIN, STALENESS), ([first], (*WHOLE, "m2po"), (8,)), (calmer, MAIN, (0, 8))]
+    blocks += [([first], (*WHOLE, "m2po"), (0, 16)), (calmer, MAIN, (1, 2, 4, 16))]
+    blocks += [([first], WHOLE, (1, 2, 4)), (calmer, WHOLE, (0, 8, 16)), ([first], others, (0, 8, 16))]
     return [
         {"method": m, "rate": r, "staleness": s, "seed": n}
         for of, methods, ages in blocks
@@ -128,6 +133,33 @@ def grid(rates: list[float], quick: bool) -> list[dict[str, Any]]:
         for m in methods
         for s in ages
     ]
+
+
+def recorded(start: float) -> list[dict[str, Any]]:
+    """The runs that are recorded, of corrections that are still what they were.
+
+    Raises:
+        SystemExit: They started from another model, so their scores do not compare.
+    """
+    if not RECORDED.exists():
+        return []
+    found = json.loads(RECORDED.read_text())
+    if found["start_score"] != start:
+        raise SystemExit(
+            f"{RECORDED}: its runs started from a score of {found['start_score']}, and {START} has {start}; "
+            "expected the same model; move the file away to make every run anew"
+        )
+    return [
+        run | {"curve": [float(point) for point in run["curve"].split()]}
+        for run in found["runs"]
+        if found["methods"][run["method"]] == METHODS.get(run["method"])
+    ]
+
+
+def place(run: dict[str, Any]) -> tuple[float, int, int, int]:
+    """In the order that they are recorded in: by rate, hottest first, correction, seed and staleness."""
+    method, rate, staleness, seed = key_of(run)
+    return -rate, list(METHODS).index(method), seed, staleness
 
 
 def key_of(run: dict[str, Any]) -> tuple[str, float, int, int]:

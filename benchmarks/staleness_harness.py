@@ -10,6 +10,7 @@ The task: the digits of a prompt, backwards. Reward 1 if all are right and the e
 
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -174,9 +175,18 @@ def experiment(
 
 
 def train(
-    folder: Path, algorithm: dict[str, Any], rate: float, staleness: int, seed: int, size: Size
+    folder: Path,
+    algorithm: dict[str, Any],
+    rate: float,
+    staleness: int,
+    seed: int,
+    size: Size,
+    watch: Callable[[int, dict[str, Tensor]], None] = lambda version, weights: None,
 ) -> dict[str, Any]:
     """One run. `learner.parallel.initialize` has been called.
+
+    Args:
+        watch: Called with each version and its weights by their Hugging Face names, before its batch.
 
     Returns:
         The held-out score every few versions, and means of the learner's own metrics.
@@ -190,6 +200,7 @@ def train(
     scores, rows = [newest.score(np.random.default_rng([seed, 1 << 20]))], []
     for index in range(size.steps):
         versions.append({name: tensor.detach().clone() for name, tensor in convert.export_hf(model)})
+        watch(index, versions[-1])
         sampler.model.load_state_dict(versions[0], strict=False)
         report = updater.update(sampler.batch(index, max(0, index - staleness), seed, size))
         rows.append(report.row())
