@@ -3,6 +3,7 @@
 import sys
 
 from buffer.ctrl_c import end_at_ctrl_c
+from buffer.handles import watch_handles
 from buffer.stacks import answer_with_stacks
 
 
@@ -21,6 +22,7 @@ def main(arguments: list[str]) -> None:
         logging.basicConfig(
             level=experiment.logging.level, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
         )
+        watch_handles()
         from buffer.service import run
 
         run(experiment)

@@ -195,6 +195,7 @@ class BufferClient:
         self, verb: str, fields: dict[str, Any], request_id: str, deadline: float
     ) -> Answer | None:
         """A request that may go unanswered until its deadline: None then."""
+        started = time.monotonic()
         try:
             until = deadline + GRACE_S
             return await self._call(
@@ -203,6 +204,7 @@ class BufferClient:
         except Unreachable:
             if time.monotonic() - self._requester.heard > self._deadline_s:
                 raise
+            self._requester.tell_silence(verb, started)
             return None
 
     async def _call(

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from buffer.database import Database
+from buffer.handles import OUT
 from buffer.ledger import Ledger
 from buffer.prompts import Row
 from buffer.records import Group, Trajectory
@@ -132,7 +133,12 @@ class Evaluations:
                 "prompts": len(self.rows),
                 "final": bool(final),
             }
-            self._append("".join(lines for (lines,) in rows) + json.dumps(summary) + "\n")
+            try:
+                self._append("".join(lines for (lines,) in rows) + json.dumps(summary) + "\n")
+            except OSError as error:
+                if error.errno not in OUT:
+                    raise
+                return False  # the next transaction tries again
             self._database.run("UPDATE evals SET state = 'written' WHERE version = ?", version)
             self._database.run("DELETE FROM eval_groups WHERE version = ?", version)
             self._database.run("DELETE FROM prompts WHERE kind = 'eval' AND epoch = ?", version)

@@ -74,6 +74,7 @@ class Requester:
         self._logger = logger
         self._pending: dict[str, _Pending] = {}
         self._told = -math.inf
+        self._silent_since = self._next_word_s = 0.0
         self._turned_away = False
         """Whether the last handshake failed, as it does when keys do not match."""
 
@@ -155,6 +156,20 @@ class Requester:
                 pause = min(2 * pause, LONGEST_RESEND_S)
         finally:
             del self._pending[request_id]
+
+    def tell_silence(self, what: str, since: float) -> None:
+        """Say that a request which may go unanswered came back without an answer at all, and again whenever
+        the silence has become twice as long.
+
+        Args:
+            since: When it was sent first, by `time.monotonic`.
+        """
+        if self.heard > self._silent_since:
+            self._silent_since, self._next_word_s = since, 0.0
+        waited = time.monotonic() - self._silent_since
+        if waited >= self._next_word_s:
+            self._next_word_s = 2 * waited
+            self._tell(what, waited)
 
     def _tell(self, what: str, waited_s: float) -> None:
         """Say for whom requests wait: once for all that were sent at about the same time."""

@@ -7,6 +7,7 @@ import logging
 import signal
 import sqlite3
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +78,7 @@ async def _serve(experiment: BufferExperiment, run_dir: Path) -> None:
         serving.cancel()
     server.close()
     store.close()
+    report.close()
     if status["hopeless"]:
         raise Fruitless(_fruitless(status))
     logger.info("buffer of %s ends: %s", experiment.name, "the run is over" if status["over"] else "stopped")
@@ -117,7 +119,11 @@ def _stop_on_signals() -> asyncio.Event:
 
 
 class Report:
-    """metrics/buffer.jsonl: one line of numbers every time, with rates since the line before."""
+    """metrics/buffer.jsonl: one line of numbers every time, with rates since the line before.
+
+    Args:
+        clock: Seconds, monotonic: the wall clock, which each line is dated by, may be set meanwhile.
+    """
 
     RATES = (
         "groups_in",
@@ -129,16 +135,21 @@ class Report:
         "transactions",
     )
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, clock: Callable[[], float] = time.monotonic) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._path = path
+        self._file = path.open("a")  # kept: a service that is out of file handles goes on writing
+        self._clock = clock
         self._last: dict[str, Any] = {}
+        self._since = 0.0
 
     def write(self, status: dict[str, Any]) -> None:
-        line = {"time": time.time(), **status}
+        line, now = {"time": time.time(), **status}, self._clock()
         if self._last:
-            seconds = line["time"] - self._last["time"]
+            seconds = max(now - self._since, 1e-9)
             line["per_second"] = {n: round((line[n] - self._last[n]) / seconds, 3) for n in self.RATES}
-        self._last = line
-        with self._path.open("a") as file:
-            file.write(json.dumps(line) + "\n")
+        self._last, self._since = line, now
+        self._file.write(json.dumps(line) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()

@@ -86,26 +86,24 @@ class History:
     completions: dict[int, dict[tuple[str, int], Record]] = field(default_factory=dict)
     """Evaluated completions by policy version, then by prompt id and index."""
     opened: float = field(default_factory=time.time)
-    _newest: float = 0.0
     _tails: dict[str, Tail] = field(default_factory=dict)
 
     def refresh(self) -> list[Record]:
         """Returns: the learner's records of steps that were not known."""
+        known = dict(self.steps)
         if self._tail("metrics.jsonl").rewritten():
             self.steps.clear()
         self._tail("eval.jsonl").rewritten()
-        records = [r for r in self._tail("metrics.jsonl").new() if "step" in r]
-        self.steps |= {int(r["step"]): r for r in records}
+        records = {int(r["step"]): r for r in self._tail("metrics.jsonl").new() if "step" in r}
+        self.steps |= records
         self._add(self.buffer, "buffer")
         self._add(self.reference, "reference")
         for path in sorted((self.run_dir / "metrics").glob("rollout-*.jsonl")):
             self._add(self.servers.setdefault(path.stem.removeprefix("rollout-"), []), path.stem)
         for record in self._tail("eval.jsonl").new():
             self._take_evaluation(record)
-        # After a rewrite the steps that stayed are read again; their times tell them from new ones.
-        fresh = [r for r in records if float(r.get("time", 0)) > self._newest]
-        self._newest = max([self._newest, *(float(r.get("time", 0)) for r in fresh)])
-        return fresh
+        # After a rewrite the steps that stayed are read again.
+        return [record for step, record in records.items() if record != known.get(step)]
 
     @property
     def data_end(self) -> int | None:

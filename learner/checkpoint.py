@@ -20,6 +20,7 @@ import torch.distributed as dist
 from safetensors import SafetensorError
 from torch.distributed.checkpoint.api import CheckpointException
 
+from buffer.handles import wait_for_handles
 from learner import collectives, generators, optimizer_resume, parallel
 from learner.checkpoint_files import EMA, META, VALUE, DamagedCheckpoint, complete, read_meta, verify
 from learner.optimizer import Trainable
@@ -84,6 +85,7 @@ class Checkpoints:
         Raises:
             CheckpointNotWritten: With the reason.
         """
+        wait_for_handles()
         target = self._root / f"step-{step:06d}"
         temporary = self._root / f".{target.name}.tmp"
         try:

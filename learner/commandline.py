@@ -10,6 +10,7 @@ import warnings
 from typing import TypeVar
 
 from buffer.experiment import ConfigError, load
+from buffer.handles import watch_handles
 from buffer.stacks import answer_with_stacks
 from learner.config import LearnerExperiment
 from learner.offline.config import OfflineExperiment
@@ -38,6 +39,7 @@ def start(prog: str, about: str | None, schema: type[E_]) -> E_:
     rank = os.environ.get("RANK", "0")
     form = f"%(asctime)s %(levelname)s rank {rank} %(name)s: %(message)s"
     logging.basicConfig(level=experiment.logging.level, format=form)
+    watch_handles()
     quiet_megatron()
     return experiment
 

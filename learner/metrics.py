@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import numpy as np
 
@@ -245,10 +245,9 @@ class Journal:
         version: Where the run starts or resumes; rows of later steps, which it will make again, are removed.
         """
         run_dir.mkdir(parents=True, exist_ok=True)
-        self._metrics = run_dir / "metrics.jsonl"
-        self._samples = run_dir / "samples.jsonl"
-        for path in (self._metrics, self._samples):
-            _keep_until(path, version)
+        # Kept open: a job that is out of file handles trains on.
+        self._metrics = _kept(run_dir / "metrics.jsonl", version)
+        self._samples = _kept(run_dir / "samples.jsonl", version)
         self._board: Any = None
         if tensorboard:
             from torch.utils.tensorboard import SummaryWriter
@@ -269,6 +268,8 @@ class Journal:
         _append(self._samples, rows)
 
     def close(self) -> None:
+        self._metrics.close()
+        self._samples.close()
         if self._board is not None:
             self._board.close()
 
@@ -289,15 +290,20 @@ def _sample(step: int, group: Group, trajectory: Trajectory) -> Row:
     }
 
 
-def _append(path: Path, rows: Iterable[Row]) -> None:
-    with path.open("a") as file:
-        file.writelines(json.dumps(row, default=str) + "\n" for row in rows)
+def _append(file: TextIO, rows: Iterable[Row]) -> None:
+    file.writelines(json.dumps(row, default=str) + "\n" for row in rows)
+    file.flush()
+
+
+def _kept(path: Path, version: int) -> TextIO:
+    """The file, to be appended to, without the rows of steps after `version` and a last line that was cut
+    short."""
+    if path.exists():
+        _keep_until(path, version)
+    return path.open("a")
 
 
 def _keep_until(path: Path, version: int) -> None:
-    """Drop the rows of steps after `version`, and a last line that was cut short."""
-    if not path.exists():
-        return
     kept = []
     for line in path.read_text(errors="replace").splitlines():
         try:

@@ -5,6 +5,7 @@ import logging
 import sys
 
 from buffer.experiment import ConfigError, folder_name, load
+from buffer.handles import watch_handles
 from buffer.stacks import answer_with_stacks
 from rollout.config import RolloutExperiment
 
@@ -34,6 +35,7 @@ def start(prog: str, about: str | None, name_help: str, name: str | None) -> tup
         sys.exit(str(error))
     form = "%(asctime)s %(levelname)s %(name)s: %(message)s"
     logging.basicConfig(level=experiment.logging.level, format=form)
+    watch_handles()
     # Ctrl-C goes on to end the process on the spot, as `buffer.ctrl_c` has it: while an engine starts there
     # is nothing to hand back, and asyncio would keep the signal until the loop turns again, which vLLM's
     # start holds up for half a minute.

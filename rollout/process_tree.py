@@ -6,6 +6,8 @@ from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import suppress
 
+from buffer.handles import OUT
+
 
 def kill_tree(pid: int) -> None:
     """Kill a process that leads a session, and all that descends from it.
@@ -15,14 +17,22 @@ def kill_tree(pid: int) -> None:
     # Stopped first: nobody starts anything while we look, but for what made itself a session of its own.
     with suppress(ProcessLookupError):
         os.killpg(pid, signal.SIGSTOP)
+    try:
+        _kill_descendants(pid)
+    except OSError as error:
+        if error.errno not in OUT:  # without file handles /proc cannot be read: its session only
+            raise
+    with suppress(ProcessLookupError):
+        os.killpg(pid, signal.SIGKILL)
+
+
+def _kill_descendants(pid: int) -> None:
     seen: set[int] = set()
     while fresh := descendants(pid) - seen:
         for found in fresh:
             with suppress(ProcessLookupError):
                 os.kill(found, signal.SIGKILL)
         seen |= fresh
-    with suppress(ProcessLookupError):
-        os.killpg(pid, signal.SIGKILL)
 
 
 def descendants(pid: int) -> set[int]:

@@ -15,6 +15,7 @@ from typing import Any
 
 import msgpack
 
+from buffer.handles import LOOK_S, OUT
 from rollout.config import FunctionReward
 from rollout.engine import CompletionFailed
 from rollout.process_tree import kill_tree
@@ -157,11 +158,21 @@ class _Worker:
 
     @classmethod
     async def spawn(cls, config: FunctionReward, key: str, printed: Path) -> "_Worker":
-        """Start a worker and wait until it has imported the function.
+        """Start a worker and wait until it has imported the function; without file handles wait for those.
 
         Raises:
             RewardStartError: It cannot.
         """
+        while True:
+            try:
+                return await cls._start(config, key, printed)
+            except OSError as error:
+                if error.errno not in OUT:
+                    raise
+                await asyncio.sleep(LOOK_S)
+
+    @classmethod
+    async def _start(cls, config: FunctionReward, key: str, printed: Path) -> "_Worker":
         memory = str(config.memory_mib << 20)
         with printed.open("ab") as errors:
             process = await asyncio.create_subprocess_exec(

@@ -1,9 +1,11 @@
 """The rollout server's side: joins the learner, and brings every version it publishes into the engine."""
 
 import asyncio
+import errno
 import logging
 import time
 from collections.abc import Coroutine
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 
 import zmq
@@ -113,23 +115,31 @@ class Receiver:
         try:
             while True:
                 before = self.last_update
-                socket = self._new_socket(context)
-                handshakes = socket.get_monitor_socket(FAILED_HANDSHAKES)
-                socket.connect(self._address)
                 try:
-                    await self._stay(socket, handshakes)
+                    await self._stay_once(context)
                 except _Rejoin as why:
                     self._tell_once(f"{why}; joining again")
-                finally:
-                    await self._stop_work()
-                    socket.disable_monitor()
-                    handshakes.close(linger=0)
-                    socket.close()
+                except zmq.ZMQError as error:
+                    if error.errno not in (errno.EMFILE, errno.ENFILE):
+                        raise
+                    self._tell_once("out of file handles; joining again")
                 fared_well = self.last_update is not before
                 pause_s = RETRY_S if fared_well else min(2 * pause_s, LONGEST_RETRY_S)
                 await asyncio.sleep(pause_s)
         finally:
             context.destroy(linger=500)
+
+    async def _stay_once(self, context: zmq.asyncio.Context) -> None:
+        """One membership, on a connection of its own."""
+        with ExitStack() as opened:
+            socket = opened.enter_context(closing(self._new_socket(context)))
+            handshakes = opened.enter_context(closing(socket.get_monitor_socket(FAILED_HANDSHAKES)))
+            opened.callback(socket.disable_monitor)
+            socket.connect(self._address)
+            try:
+                await self._stay(socket, handshakes)
+            finally:
+                await self._stop_work()
 
     def _new_socket(self, context: zmq.asyncio.Context) -> zmq.asyncio.Socket:
         socket = context.socket(zmq.DEALER)

@@ -31,6 +31,8 @@ class Services:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.running: dict[str, subprocess.Popen[bytes]] = {}
+        self.through: dict[str, list[str]] = {}
+        """Name → the start of its command: a program that ends by becoming the service, such as `env`."""
 
     def start(self, service: str, name: str | None = None, *more: str) -> None:
         words = [w.replace("configs/demo.yaml", "experiment.yaml") for w in commands()[service]]
@@ -39,7 +41,10 @@ class Services:
         name = name or service
         with (self.folder / f"{name}.log").open("ab") as log:
             self.running[name] = subprocess.Popen(
-                [str(BIN / words[0]), *words[1:], *more], cwd=self.folder, stdout=log, stderr=log
+                [*self.through.get(name, []), str(BIN / words[0]), *words[1:], *more],
+                cwd=self.folder,
+                stdout=log,
+                stderr=log,
             )
 
     def log(self, name: str) -> str:
@@ -58,6 +63,12 @@ class Services:
 
     def finish(self) -> None:
         self.until(lambda: all(p.poll() is not None for p in self.running.values()))
+
+    def kill(self, name: str) -> None:
+        """With -9, and forget it."""
+        process = self.running.pop(name)
+        process.kill()
+        process.wait()
 
     def rows(self) -> list[dict]:
         path = self.folder / "run/metrics.jsonl"

@@ -471,17 +471,29 @@ def test_request_that_an_update_aborts_tells_its_tokens_and_is_sampled_anew(rig,
         loop.run_until_complete(scenario())
 
 
+def with_another(what: str, tensors: dict[str, torch.Tensor], name: str) -> dict[str, torch.Tensor]:
+    """The tensors, of which one has another shape, dtype or name."""
+    wrong = dict(tensors)
+    if what == "shape":
+        wrong[name] = torch.zeros(1, 2, dtype=wrong[name].dtype)
+    elif what == "dtype":
+        wrong[name] = wrong[name].to(torch.float16)
+    else:
+        wrong[f"{name}.of_another_model"] = wrong.pop(name)
+    return wrong
+
+
 @first_case
-def test_other_shape_is_refused_before_anything_is_loaded(rig, address):
+@pytest.mark.parametrize("what", ["shape", "dtype", "name"])
+def test_a_tensor_of_another_model_is_refused_by_name_before_anything_is_loaded(rig, address, what):
     loop, rig = rig
 
     async def scenario():
         async with Line(rig, address) as line:
             await rig.publish(line.publisher, 20)
             before = await rig.generate(16, salt="20")
-            wrong = dict(rig.model.named_parameters())
             name = "model.layers.1.mlp.down_proj.weight"
-            wrong[name] = torch.zeros(1, 2, dtype=wrong[name].dtype)
+            wrong = with_another(what, dict(rig.model.named_parameters()), name)
 
             def work():
                 specs = [spec_of(n, t) for n, t in wrong.items()]

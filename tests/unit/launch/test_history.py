@@ -43,6 +43,16 @@ def test_steps_made_again_after_a_restart_replace_the_first_ones(tmp_path):
     assert history.steps[2]["reward"] == 1
 
 
+def test_a_step_is_new_whatever_the_wall_clock_said_when_it_was_made(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(line(1, 7200))
+    history = History(tmp_path)
+    assert len(history.refresh()) == 1
+    with path.open("a") as file:
+        file.write(line(2, 3600))  # the clock was set back by more than an hour
+    assert [record["step"] for record in history.refresh()] == [2]
+
+
 def test_evaluations_are_read_apart_and_not_doubled(tmp_path):
     completion = {"kind": "completion", "version": 0, "prompt_id": "eval/0/1", "index": 0, "completion": "7"}
     score = {"kind": "score", "version": 0, "score": 0.25}

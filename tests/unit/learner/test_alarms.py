@@ -43,6 +43,7 @@ def test_the_reporter_logs_them_as_warnings(tmp_path, monkeypatch, caplog):
     with caplog.at_level(logging.WARNING):
         for step in (1, 2):
             reporter.write(step, Batch(0, (), {}), report, None, {})
+    reporter.close()
     warnings = [record.message for record in caplog.records if record.levelno == logging.WARNING]
     assert [line[:6] for line in warnings] == ["step 1", "step 1"]
 

@@ -99,8 +99,10 @@ def test_a_resumed_journal_drops_what_will_be_made_again(tmp_path):
         journal.write(row(step))
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 4, "lo')  # killed while writing
+    journal.close()
     again = Journal(tmp_path, tensorboard=False, version=2)
     again.write(row(3))
+    again.close()
     steps = [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert steps == [1, 2, 3]
 
@@ -110,6 +112,7 @@ def test_samples_say_what_was_trained(tmp_path):
     t.metadata["text"] = "four"
     journal = Journal(tmp_path, tensorboard=False, version=0)
     journal.write_samples(7, [Group("g", "l", "0/3", "train", (t,))])
+    journal.close()
     sample = json.loads((tmp_path / "samples.jsonl").read_text())
     assert (sample["step"], sample["prompt_id"], sample["text"], sample["versions"]) == (
         7,

@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
+from no_handles import none_left
 
 from rollout.config import FunctionReward
 from rollout.engine import CompletionFailed
@@ -279,3 +280,17 @@ def test_closing_ends_every_process():
     for pid in asyncio.run(go()):
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
+
+
+def test_a_reward_that_is_to_be_replaced_without_file_handles_is_replaced_once_there_are_some():
+    async def go():
+        async with pool_of() as pool:
+            with none_left(os.getpid()):
+                with pytest.raises(CompletionFailed, match="reward_timeout"):
+                    await pool.score("hang", {})
+                waiting = asyncio.create_task(pool.score("good", {}))
+                await asyncio.sleep(2.5)
+                assert not waiting.done()
+            return (await waiting).reward
+
+    assert asyncio.run(go()) == 1.0

@@ -1,0 +1,66 @@
+"""The wall clock is set while a run is going: leases, deadlines and checkpoints go by a clock that is not."""
+
+import json
+import shutil
+import struct
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from recorded_run import LEASE_S, Faults, make_recorded_run, recorded_run
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+
+HOUR_S = 3600
+
+
+@pytest.fixture
+def moved_clock(tmp_path) -> tuple[list[str], Callable[[int], None]]:
+    """The start of a command whose wall clock can be moved, and what moves it."""
+    compiler = shutil.which("cc")
+    if compiler is None:
+        pytest.skip("there is no C compiler (cc) to make a movable clock with")
+    library, offset = tmp_path / "moved_clock.so", tmp_path / "offset"
+    source = Path(__file__).with_name("moved_clock.c")
+    subprocess.run([compiler, "-shared", "-fPIC", "-O2", "-o", library, source, "-ldl"], check=True)
+    offset.write_bytes(struct.pack("q", 0))
+
+    def move(seconds: int) -> None:
+        with offset.open("r+b") as file:
+            file.write(struct.pack("q", seconds))
+
+    return ["env", f"LD_PRELOAD={library}", f"MOVED_CLOCK={offset}"], move
+
+
+@pytest.fixture
+def faults(make_experiment, free_address, moved_clock) -> Iterator[Faults]:
+    checkpoint = {"every": None, "every_s": HOUR_S / 2, "keep": 2, "export": False}
+    folder = make_recorded_run(
+        make_experiment, free_address, "wall-clock", learner={"checkpoint": checkpoint}
+    )
+    through, _ = moved_clock
+    with recorded_run(folder) as made:
+        made.start("a", through=dict.fromkeys(("buffer", "learner", "a"), through))
+        yield made
+
+
+def test_an_hour_forwards_and_two_back_change_no_lease_no_member_and_no_checkpoint(faults, moved_clock):
+    _, move = moved_clock
+    for offset in (HOUR_S, -HOUR_S, 0):
+        move(offset)
+        until = time.monotonic() + LEASE_S + 1
+        while time.monotonic() < until:
+            assert faults.steps(1) < LEASE_S
+        assert faults.running.rows()[-1]["time"] == pytest.approx(time.time() + offset, abs=60)
+    for service, trouble in (("buffer", "ran out"), ("learner", "evicted"), ("a", "joining again")):
+        assert faults.told(service, trouble) == 0
+    assert faults.told("learner", "checkpoint of step") == 0, "half an hour has not passed"
+    rows = faults.running.rows()
+    assert all(0 < row["time/step"] < 60 for row in rows)
+    lines = (faults.running.folder / "run/metrics/buffer.jsonl").read_text().splitlines()
+    rates = [rate for line in map(json.loads, lines) for rate in line.get("per_second", {}).values()]
+    assert rates
+    assert all(rate >= 0 for rate in rates)
+    faults.finish()
