@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import numpy.ma  # np.union1d imports it at its first call, when there may be no file handle left for that
 
 NEWEST = 2000
 """Groups that the comparison looks at."""

@@ -109,7 +109,8 @@ def make_experiment(made_model, tmp_path_factory) -> Callable[..., Path]:
             "eval": {"source": {"kind": "jsonl", "path": "prompts.jsonl"}, "samples": 1},
         }
         for section, values in changes.items():
-            settings[section] = settings[section] | values if isinstance(values, dict) else values
+            known = settings.get(section, {})
+            settings[section] = known | values if isinstance(values, dict) else values
         (folder / "experiment.yaml").write_text(yaml.safe_dump(settings))
         return folder
 

@@ -3,6 +3,7 @@
 So it starts in seconds, and whatever happens on its wires happens to real leases, deliveries and versions.
 """
 
+import json
 import re
 import signal
 import time
@@ -143,6 +144,15 @@ class Faults:
         self.running.until(lambda: max(self.loaded(server), default=-1) >= oldest, within_s)
         self.in_order(server)
 
+    def delivered(self, server: str) -> int:
+        """Groups that a server has given to the buffer in this life, as of two seconds ago at most."""
+        lines = (self.running.folder / f"run/metrics/rollout-{server}.jsonl").read_text().splitlines()
+        return json.loads(lines[-1])["groups"]
+
+    def delivers_again(self, server: str, within_s: float = 60) -> None:
+        before = self.delivered(server)
+        self.running.until(lambda: self.delivered(server) > before + 1, within_s)
+
     def in_order(self, server: str) -> None:
         """See that it took no version twice while it was a member, and never an older one than before.
 
@@ -158,10 +168,10 @@ class Faults:
         self.running.running[name].send_signal(number)
 
     def stop(self, name: str) -> None:
-        """As Ctrl-C does; it must end well."""
+        """As Ctrl-C does; it must end well, which for torchrun is to tell of the signal."""
         process = self.running.running.pop(name)
         process.send_signal(signal.SIGINT)
-        assert process.wait(60) == 0, self.running.log(name)[-2000:]
+        assert process.wait(60) in (0, 128 + signal.SIGINT), self.running.log(name)[-2000:]
 
     def finish(self) -> None:
         """Stop everything, make some steps more in peace, and see that nothing was lost or done twice."""

@@ -14,8 +14,9 @@ from recorded_run import LONGEST_STEP_S, Faults, make_recorded_run, recorded_run
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 
-AWAY_S = 8.0
-"""Longer than every deadline of the run."""
+HANGS_S = 26.0
+"""Longer than every deadline, also than the 20 s after which the buffer's socket drops a silent peer."""
+CRAWLS_S = 12.0
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +52,7 @@ def test_a_server_that_hangs_costs_its_deadlines_and_joins_again_when_it_wakes_u
     faults.signal("b", signal.SIGSTOP)
     began = time.monotonic()
     longest = 0.0
-    while time.monotonic() - began < AWAY_S:
+    while time.monotonic() - began < HANGS_S:
         longest = max(longest, faults.steps(1))
     assert longest < LONGEST_STEP_S
     assert faults.steps(5) < 2.0, "nobody waits for it any more"
@@ -66,7 +67,7 @@ def test_a_server_that_hangs_costs_its_deadlines_and_joins_again_when_it_wakes_u
 def test_a_server_that_is_slower_by_a_hundred_times_keeps_nobody_longer_than_the_deadlines(faults):
     with crawling(faults, "b", 0.01):
         began, longest, steps = time.monotonic(), 0.0, 0
-        while time.monotonic() - began < AWAY_S + 4:
+        while time.monotonic() - began < CRAWLS_S:
             longest = max(longest, faults.steps(1))
             steps += 1
     assert longest < LONGEST_STEP_S
