@@ -58,8 +58,14 @@ def spare(most: int) -> int:
     return len(opened)
 
 
-def wait_for_handles(count: int = FOR_FILES, timeout_s: float = PATIENCE_S) -> None:
-    """Block until so many files can be opened, or the time is up: then what needs them says what is wrong."""
+def wait_for_handles(what: str, count: int = FOR_FILES, timeout_s: float = PATIENCE_S) -> None:
+    """Block until so many files can be opened, or the time is up: then what needs them says what is wrong.
+
+    Args:
+        what: Needs them, for the log.
+    """
     deadline = time.monotonic() + timeout_s
+    if spare(count) < count:
+        logger.warning("%s waits until %d file handles are free", what, count)
     while spare(count) < count and time.monotonic() < deadline:
         time.sleep(LOOK_S)

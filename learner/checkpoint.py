@@ -85,7 +85,7 @@ class Checkpoints:
         Raises:
             CheckpointNotWritten: With the reason.
         """
-        wait_for_handles()
+        wait_for_handles(f"the checkpoint of step {step}")
         target = self._root / f"step-{step:06d}"
         temporary = self._root / f".{target.name}.tmp"
         try:

@@ -21,7 +21,10 @@ def rank_of(torchrun: int) -> int:
 
 @pytest.fixture(scope="module")
 def faults(make_experiment, free_address) -> Iterator[Faults]:
-    folder = make_recorded_run(make_experiment, free_address, "file-handles")
+    checkpoint = {"every": 40, "keep": 2, "export": False}
+    folder = make_recorded_run(
+        make_experiment, free_address, "file-handles", learner={"checkpoint": checkpoint}
+    )
     with recorded_run(folder) as made:
         made.start("a")
         yield made
@@ -30,6 +33,8 @@ def faults(make_experiment, free_address) -> Iterator[Faults]:
 @pytest.mark.parametrize("service", ["buffer", "learner", "a"])
 def test_a_service_without_file_handles_says_so_once_works_on_and_has_them_again(faults, service):
     process = faults.running.running[service].pid
+    # Not in the middle of a checkpoint, which ends the learner.
+    faults.says_again("learner", "checkpoint of step", faults.told("learner", "checkpoint of step"))
     with none_left(rank_of(process) if service == "learner" else process):
         faults.running.says(service, OUT)
         saved = faults.told("learner", "checkpoint of step")
@@ -43,6 +48,8 @@ def test_a_service_without_file_handles_says_so_once_works_on_and_has_them_again
     faults.takes_the_current_version("a")
     faults.running.until(lambda: faults.told("learner", "checkpoint of step") > saved)
     assert faults.told(service, OUT) == 1
+    if service == "learner":
+        assert "waits until 32 file handles are free" in faults.running.log("learner")
     faults.stop(f"beside-{service}")
 
 

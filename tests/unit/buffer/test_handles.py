@@ -10,19 +10,20 @@ from no_handles import none_left
 from buffer import handles
 
 
-def test_what_is_left_is_counted_and_waited_for():
+def test_what_is_left_is_counted_and_waited_for(caplog):
     assert handles.spare(5) == 5
     with none_left(os.getpid()):
         assert handles.spare(5) == 0
-        waiting = threading.Thread(target=handles.wait_for_handles, args=(4, 30.0))
+        waiting = threading.Thread(target=handles.wait_for_handles, args=("it", 4, 30.0))
         waiting.start()
         time.sleep(0.2)
         assert waiting.is_alive()
     waiting.join(5)
     assert not waiting.is_alive()
+    assert [r.message for r in caplog.records] == ["it waits until 4 file handles are free"]
     with none_left(os.getpid()):
         began = time.monotonic()
-        handles.wait_for_handles(4, 0.1)
+        handles.wait_for_handles("it", 4, 0.1)
     assert time.monotonic() - began < 3, "who needs them then says what is wrong"
 
 
