@@ -100,6 +100,8 @@ class BufferServer:
         self._over_since: float | None = None
         self._router = Router("buffer.address", config.address, config.max_message_mib << 20, keys)
         self._connection = read_only(path)
+        # SQLite opens its files at the first question; there may be no file handle left for them by then.
+        self._connection.execute("SELECT count(*) FROM facts").fetchone()
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="reader")
         self._checker = ThreadPoolExecutor(1, thread_name_prefix="checker")
 

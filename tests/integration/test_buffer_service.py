@@ -8,17 +8,21 @@ import socket
 import subprocess
 import sys
 import time
+from contextlib import AsyncExitStack
 
 import msgpack
 import numpy as np
 import pytest
 import zmq
 import zmq.asyncio
+from no_handles import none_left
 
 from buffer import wire
 from buffer.client import BufferClient, RunFinished
 from buffer.errors import BadMessage, Unreachable, WrongRun
+from buffer.handles import LOOK_S
 from buffer.records import Group, Lease, Trajectory
+from buffer.service import REPORT_S
 
 
 @pytest.fixture
@@ -227,6 +231,36 @@ def test_a_second_buffer_a_taken_port_and_a_wide_bind_are_one_clear_line(service
         assert process.returncode == 1
         assert line in told
         assert len([said for said in told.splitlines() if " INFO " not in said]) == 1
+
+
+def test_without_file_handles_it_serves_who_is_there_says_so_once_and_takes_others_later(service):
+    """From its first answer on: whatever it opens or imports later than that would end it here."""
+    address, start, _ = service
+    process = start("buffer.lease_timeout_s=60")
+
+    async def run():
+        rollout, learner = both(address)
+        async with rollout, learner, AsyncExitStack() as stack:
+            await learner.published(0)
+            with none_left(process.pid):
+                for _ in range(2):
+                    (lease,) = await rollout.lease(1, 5.0)
+                    assert await rollout.deliver(made_group(lease))
+                assert await learner.batch(0, 0, 1, 5.0) is not None
+                await learner.published(1)
+                later = await stack.enter_async_context(BufferClient(address, "observer", "run", "later"))
+                waiting = asyncio.create_task(later.status())
+                await asyncio.sleep(REPORT_S + 1)
+                assert not waiting.done()
+            assert (await waiting)["frontier"] == 1
+            await asyncio.sleep(2 * LOOK_S)
+
+    asyncio.run(asyncio.wait_for(run(), 60))
+    process.terminate()
+    _, told = process.communicate(timeout=10)
+    assert told.count("out of file handles: this process may have") == 1
+    assert told.count("there are file handles again") == 1
+    assert process.returncode == 0
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
