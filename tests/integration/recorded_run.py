@@ -3,6 +3,7 @@
 So it starts in seconds, and whatever happens on its wires happens to real leases, deliveries and versions.
 """
 
+import json
 import re
 import signal
 import time
@@ -142,6 +143,15 @@ class Faults:
         oldest = self.version
         self.running.until(lambda: max(self.loaded(server), default=-1) >= oldest, within_s)
         self.in_order(server)
+
+    def delivered(self, server: str) -> int:
+        """Groups that a server has given to the buffer in this life, as of two seconds ago at most."""
+        lines = (self.running.folder / f"run/metrics/rollout-{server}.jsonl").read_text().splitlines()
+        return json.loads(lines[-1])["groups"]
+
+    def delivers_again(self, server: str, within_s: float = 60) -> None:
+        before = self.delivered(server)
+        self.running.until(lambda: self.delivered(server) > before + 1, within_s)
 
     def in_order(self, server: str) -> None:
         """See that it took no version twice while it was a member, and never an older one than before.

@@ -4,20 +4,26 @@ The learner, the buffer and the server `near` are on one side of the wire, the s
 The tests are what happens to the same run, one after the other; the last one sees what became of it.
 """
 
+import subprocess
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import NamedTuple
 
 import pytest
-from faulty_wire import LEFT, Wire, open_wire
-from recorded_run import LONGEST_STEP_S, Faults, make_recorded_run, recorded_run
+from faulty_wire import DEVICE, LEFT, RIGHT, Wire, open_wire
+from recorded_run import LONGEST_STEP_S, Faults, make_recorded_run, recorded_groups, recorded_run
 
 from buffer.keys import make_keys
+from buffer.recording import append_groups
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 
 CUT_S = 8.0
 """Longer than every deadline of the run."""
+HEAVY_BYTES = 300_000
+"""Of a group that `far` delivers: a cut can come in the middle of it."""
+ELSEWHERE = "10.77.0.3"
 
 
 class Run(NamedTuple):
@@ -33,7 +39,7 @@ class Run(NamedTuple):
     def heal(self) -> None:
         self.wire.become()
         self.faults.takes_the_current_version("far")
-        self.faults.steps(3)
+        self.faults.delivers_again("far")
 
 
 @pytest.fixture(scope="module")
@@ -47,13 +53,20 @@ def run(make_experiment, free_address) -> Iterator[Run]:
         security={"keys": "keys"},
     )
     make_keys(folder / "keys")
+    heavy = [
+        replace(
+            group, trajectories=tuple(replace(t, metadata={"text": "x" * 75_000}) for t in group.trajectories)
+        )
+        for group in recorded_groups(2)
+    ]
+    append_groups(folder / "heavy/made.groups", heavy)
     with open_wire(seed=1) as wire:
         if isinstance(wire, str):
             pytest.skip(wire)
         with recorded_run(folder) as faults:
             sides = {"buffer": "left", "learner": "left", "near": "left", "far": "right"}
             faults.start("near", through={name: wire.inside(side) for name, side in sides.items()})
-            faults.start_server("far")
+            faults.start_server("far", "rollout.recorded=heavy")
             faults.takes_the_current_version("far")
             yield Run(faults, wire)
 
@@ -65,6 +78,7 @@ def test_delayed_repeated_reordered_and_dropped_frames_change_nothing(run):
     done = run.wire.become()
     assert min(done["repeated"], done["late"], done["dropped"]) > 10, done
     run.faults.in_order("far")
+    run.faults.delivers_again("far")
     assert run.faults.told("learner", "evicted far") == 0
     assert run.faults.told("buffer", "bad message") == 0
 
@@ -75,6 +89,29 @@ def test_a_long_cut_within_a_publish_costs_its_deadlines(run):
     run.go_on_cut()
     assert run.faults.told("learner", "evicted far") == 1
     assert run.faults.told("learner", "publish interrupted") >= 1
+    run.heal()
+
+
+def test_a_long_cut_within_a_delivery_loses_and_doubles_no_group(run):
+    ran_out = run.faults.told("buffer", "leases ran out")
+    run.wire.become(cut_behind=(1 << 60, HEAVY_BYTES * 3 // 2))
+    run.faults.running.until(run.wire.is_cut)
+    run.go_on_cut()
+    assert run.faults.told("buffer", "leases ran out") > ran_out, "others have its prompts"
+    assert "waiting for buffer at" in run.faults.running.log("far")
+    run.heal()
+
+
+def test_a_host_that_vanishes_without_a_word_is_missed_and_comes_back_under_another_address(run):
+    evicted = run.faults.told("learner", "evicted far")
+    run.wire.become(cut=True)
+    run.faults.running.kill("far")
+    run.go_on_cut()
+    assert run.faults.told("learner", "evicted far") == evicted + 1
+    for change in (f"del {RIGHT}/24", f"add {ELSEWHERE}/24"):
+        command = [*run.wire.inside("right"), "ip", "addr", *change.split(), "dev", DEVICE]
+        subprocess.run(command, check=True)
+    run.faults.start_server("far", "rollout.recorded=heavy")
     run.heal()
 
 
