@@ -61,13 +61,13 @@ RunDir = Annotated[Path, typer.Argument(metavar="RUN_DIR", help="The run's folde
 @app.command()
 def run(config: Config, overrides: Overrides = None) -> None:
     """Run every service of an experiment on this machine; the same command again resumes it."""
-    from rich.console import Console  # here and below: --help must not pay for what it does not need
 
-    from launch import local
+    from launch import local  # here and below: --help must not pay for what it does not need
     from launch.experiment import read
+    from launch.terminal import open_console
 
     experiment = read(config, overrides or [])
-    raise typer.Exit(local.run(experiment, _typed(), Console()))
+    raise typer.Exit(local.run(experiment, _typed(), open_console()))
 
 
 @app.command()
@@ -80,7 +80,10 @@ def buffer(
         if len(overrides or []) != 1:
             raise ValueError("buffer inspect: expected one RUN_DIR")
         return _inspect(Path((overrides or [])[0]))
-    _check(Path(config), overrides, "buffer")
+    experiment = _check(Path(config), overrides, "buffer")
+    from launch.local import keep_config
+
+    keep_config(experiment)
     _become("buffer", config, *(overrides or []))
 
 
@@ -145,13 +148,12 @@ def pipeline(
     overrides: Overrides = None,
 ) -> None:
     """Run stages one after the other, such as SFT, reward model and RL; the same command again resumes."""
-    from rich.console import Console
-
     from launch import pipeline
+    from launch.terminal import open_console
 
     stages = pipeline.read(config, overrides or [])
     command = _typed()
-    raise typer.Exit(pipeline.run(stages, command, Console()))
+    raise typer.Exit(pipeline.run(stages, command, open_console()))
 
 
 ModelFolder = Annotated[Path | None, typer.Option(help="Another model folder than the file's model.path.")]
@@ -195,14 +197,13 @@ def evaluate(
     ] = None,
 ) -> None:
     """Sample and score a model on the experiment's eval prompts: mean reward and pass@k."""
-    from rich.console import Console
-
     from launch import prediction
+    from launch.terminal import open_console
 
     experiment = prediction.read(config, overrides or [], model)
     folder = output or Path(experiment.run_dir) / "evaluation"
     with _resumable(folder):
-        prediction.evaluate(experiment, folder, Console())
+        prediction.evaluate(experiment, folder, open_console())
 
 
 @app.command()
@@ -236,22 +237,23 @@ def plan(
     config: Config,
     overrides: Overrides = None,
     devices: Annotated[int | None, typer.Option(min=1, help="GPUs there are, learner and servers.")] = None,
-    device_gib: Annotated[float, typer.Option(min=0.1, help="Of one; with --cpu of the machine.")] = 80,
+    device_gib: Annotated[
+        float | None, typer.Option(min=0.1, help="Of one; 80, with --cpu what this machine has.")
+    ] = None,
     cpu: Annotated[bool, typer.Option("--cpu", help="Plan for CPU ranks on one machine.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """What every rank would hold in memory, and what to change if it does not fit; loads no weights."""
-    from rich.console import Console
-
     from launch import plan_screen
     from launch.plan import Target
     from launch.plan import plan as make
+    from launch.terminal import open_console
 
-    made = make(config, overrides or [], Target(not cpu, devices, device_gib))
+    made = make(config, overrides or [], Target.of(not cpu, devices, device_gib))
     if as_json:
         typer.echo(plan_screen.as_json(made))
         raise typer.Exit(0 if not made.reasons() else 1)
-    raise typer.Exit(plan_screen.print_plan(made, Console()))
+    raise typer.Exit(plan_screen.print_plan(made, open_console()))
 
 
 @app.command()
@@ -264,14 +266,13 @@ def measure(
     ] = 0.0,
 ) -> None:
     """Measure servers and learner each alone: one sleeps, or replays, while the other works."""
-    from rich.console import Console
-
     from launch.experiment import read
     from launch.measuring import measure as measured
+    from launch.terminal import open_console
 
     experiment = read(config, overrides or [])
     command = _typed()
-    raise typer.Exit(measured(experiment, steps, train_seconds, command, Console()))
+    raise typer.Exit(measured(experiment, steps, train_seconds, command, open_console()))
 
 
 Tried = Annotated[list[int] | None, typer.Option(help="To try; may be given several times.")]
@@ -303,8 +304,7 @@ def tune(
     ] = 0.0,
 ) -> None:
     """Predict throughput, idle time and staleness over max_staleness, servers and batch size."""
-    from rich.console import Console
-
+    from launch.terminal import open_console
     from learner.commandline import quiet_megatron
 
     quiet_megatron()  # before it is imported by the next line
@@ -323,7 +323,7 @@ def tune(
     tried = (servers or [], max_staleness or [], groups_per_batch or [])
     if min([1, *tried[0], *tried[2]]) < 1 or min([0, *tried[1]]) < 0:
         raise ValueError("--servers, --groups-per-batch: expected 1 or more; --max-staleness: 0 or more")
-    tuning_screen.tune(experiment, folder, assumed, *tried, Console())
+    tuning_screen.tune(experiment, folder, assumed, *tried, open_console())
 
 
 @app.command()
@@ -334,11 +334,10 @@ def doctor(
     overrides: Overrides = None,
 ) -> None:
     """What this machine has, and whether it is enough to run here."""
-    from rich.console import Console
-
     from launch.doctor import diagnose, print_diagnosis
+    from launch.terminal import open_console
 
-    raise typer.Exit(print_diagnosis(diagnose(config, overrides or []), Console()))
+    raise typer.Exit(print_diagnosis(diagnose(config, overrides or []), open_console()))
 
 
 @app.command()
@@ -427,12 +426,11 @@ def _layout(tensor: int, pipeline: int, expert: int) -> Any:
 
 
 def _offline(kind: str, config: Path, overrides: list[str] | None) -> NoReturn:
-    from rich.console import Console
-
     from launch.offline import read_stage, run_stage
+    from launch.terminal import open_console
 
     experiment = read_stage(config, overrides or [], kind)
-    raise typer.Exit(run_stage(experiment, _typed(), Console()))
+    raise typer.Exit(run_stage(experiment, _typed(), open_console()))
 
 
 @contextmanager

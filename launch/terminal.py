@@ -1,0 +1,51 @@
+"""The terminal that a command prints on, which may go away before the command has ended."""
+
+import errno
+import os
+import stat
+import sys
+from typing import Any, TextIO
+
+from rich.console import Console
+
+
+def open_console() -> Console:
+    """Standard output. A run must not end at once because the window that it was started in was closed: the
+    hang-up's signal stops it in order, and what it says meanwhile goes nowhere."""
+    stream = _UntilHangUp(sys.stdout)
+    # A dumb terminal cannot move its cursor: lines, as into a file.
+    plain = False if os.environ.get("TERM", "").lower() in ("dumb", "unknown") else None
+    return Console(file=stream, force_terminal=plain)  # pyright: ignore[reportArgumentType]
+
+
+class _UntilHangUp:
+    """A text stream whose writes lead nowhere once its terminal is gone."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        try:
+            return self._stream.write(text)
+        except OSError as error:
+            self._leave(error)
+            return len(text)
+
+    def flush(self) -> None:
+        try:
+            self._stream.flush()
+        except OSError as error:
+            self._leave(error)
+
+    def _leave(self, error: OSError) -> None:
+        """Put the null device in the terminal's place, so that what is buffered can leave at the end too."""
+        if error.errno != errno.EIO:
+            raise error
+        null = os.open(os.devnull, os.O_WRONLY)
+        for number in (1, 2):
+            if stat.S_ISCHR(os.fstat(number).st_mode):
+                os.dup2(null, number)
+        os.close(null)
