@@ -3,13 +3,16 @@
 import os
 import random
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
 FEWEST_CORES_TO_SPLIT = 4
 """With fewer, halves would be too small: every service uses all cores and the kernel shares them."""
+
+_held: dict[int, socket.socket] = {}
+"""Ports that this process has given to its services, by number."""
 
 PORTS = range(20_000, 32_000)
 """Below those that Linux gives to whoever asks for any: one of those may be gone before a service listens."""
@@ -93,13 +96,13 @@ def settle_address(key: str, address: str, taken: set[str]) -> str:
     host, _, port = address.removeprefix("tcp://").rpartition(":")
     if not address.startswith("tcp://") or not host or not port.isdigit() or int(port) > 65535:
         raise ValueError(f"{key}={address}: expected tcp://HOST:PORT")
-    if port == "0" or address in taken or not port_is_free(host, int(port)):
+    if port == "0" or address in taken or not (port_is_free(host, int(port)) and hold(int(port))):
         if host not in LOOPBACK:
             raise ValueError(
                 f"{key}={address}: cannot listen there: not an address of this machine, or port {port} is "
                 "taken; choose another"
             )
-        address = f"tcp://{host}:{free_port(host)}"
+        address = f"tcp://{host}:{next(p for p in free_ports(host) if hold(p))}"
     taken.add(address)
     return address
 
@@ -115,7 +118,31 @@ def port_is_free(host: str, port: int) -> bool:
 
 def free_port(host: str) -> int:
     """One where nobody listens now."""
-    return next(port for port in random.SystemRandom().sample(PORTS, len(PORTS)) if port_is_free(host, port))
+    return next(free_ports(host))
+
+
+def free_ports(host: str) -> Iterator[int]:
+    ports = random.SystemRandom().sample(PORTS, len(PORTS))
+    return (port for port in ports if port_is_free(host, port))
+
+
+def hold(port: int) -> bool:
+    """Keep a port from other runs until this process ends, however it does; whether it is ours now.
+
+    A service listens ten seconds after it was given its port, and another run may look for one in between.
+    What is bound is a name that only runs know, in the network namespace that the port is of: the port
+    itself would then be taken for the service too.
+    """
+    if port in _held:
+        return True
+    holder = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    try:
+        holder.bind(f"\0slipstream-port-{port}")
+    except OSError:
+        holder.close()
+        return False
+    _held[port] = holder
+    return True
 
 
 def _bindable(host: str) -> socket.socket:

@@ -1,8 +1,10 @@
 import socket
+import subprocess
+import sys
 
 import pytest
 
-from launch.placement import port_is_free, settle_address, split_cores, split_gpus
+from launch.placement import free_port, port_is_free, settle_address, split_cores, split_gpus
 
 
 @pytest.fixture
@@ -68,6 +70,23 @@ def test_a_taken_port_on_loopback_is_replaced_by_a_free_one(busy_port):
     port = int(found.rpartition(":")[2])
     assert port != busy_port
     assert port_is_free("127.0.0.1", port)
+
+
+def test_a_port_that_another_run_was_given_is_taken_before_its_service_listens(busy_port):
+    port = free_port("127.0.0.1")
+    give = (
+        "import sys; from launch.placement import settle_address as s; "
+        "print(s('sync.address', sys.argv[1], set()), flush=True); sys.stdin.read()"
+    )
+    command = [sys.executable, "-c", give, f"tcp://127.0.0.1:{port}"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdin
+        assert other.stdout
+        assert other.stdout.readline().strip() == command[-1]
+        assert settle_address("sync.address", command[-1], set()) != command[-1]
+        other.stdin.close()
+    assert settle_address("sync.address", command[-1], set()) == command[-1]
+    assert settle_address("sync.address", command[-1], set()) == command[-1], "its own it may have again"
 
 
 def test_two_services_never_get_the_same_address():
