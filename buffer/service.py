@@ -39,7 +39,8 @@ def run(experiment: BufferExperiment) -> None:
     try:
         lock = RunLock(run_dir)
         try:
-            uvloop.run(_serve(experiment, run_dir))
+            sources = _sources(experiment)  # while Ctrl-C still ends the process: large files take minutes
+            uvloop.run(_serve(experiment, run_dir, sources))
         finally:
             lock.release()
     except (ExceptionGroup, OSError, sqlite3.OperationalError) as error:
@@ -53,11 +54,11 @@ def run(experiment: BufferExperiment) -> None:
         ) from error
 
 
-async def _serve(experiment: BufferExperiment, run_dir: Path) -> None:
+async def _serve(experiment: BufferExperiment, run_dir: Path, sources: Sources) -> None:
     """Consumes requests (in the server's tasks); waits for the next report; unblocked by time or a signal."""
     stop = _stop_on_signals()
     keys = server_keys(experiment.security.keys, "buffer")
-    store = Store(run_dir, experiment.name, experiment.buffer, _sources(experiment), time.monotonic)
+    store = Store(run_dir, experiment.name, experiment.buffer, sources, time.monotonic)
     store.reopen(experiment.learner.steps)
     server = BufferServer(store, run_dir / "buffer.sqlite", experiment.name, experiment.buffer, keys)
     logger.info(

@@ -26,7 +26,7 @@ def open_table(source: SingleSource, seed: int) -> Table:
     """
     match source:
         case JsonlSource():
-            return TextTable(Path(source.path), lines)
+            return TextTable(_readable(Path(source.path)), lines)
         case FilesSource():
             paths = [source.path] if isinstance(source.path, str) else source.path
             tables = [_file(path) for pattern in paths for path in _matching(pattern)]
@@ -47,10 +47,18 @@ def _matching(pattern: str) -> list[Path]:
     return found
 
 
+def _readable(path: Path) -> Path:
+    """The path, of what can be read more than once and has an end."""
+    if path.exists() and not path.is_file() and not path.is_dir():
+        raise ValueError(f"{path}: a pipe or a device; expected a file, which is read more than once")
+    return path
+
+
 def _file(path: Path) -> Table:
     """A file by what is in it; its name decides only that .jsonl is never an array."""
     if path.is_dir():
         return ArrowTable(str(path), saved_by_datasets(path))
+    _readable(path)
     if path.suffix in (".jsonl", ".ndjson"):
         return TextTable(path, lines)
     try:

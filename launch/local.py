@@ -222,6 +222,17 @@ def write_config(e: Experiment, console: Console) -> Path:
     return path
 
 
+def keep_config(e: WholeExperiment) -> None:
+    """Write the resolved experiment of services that are started one by one, for the report; a run has one
+    buffer. What `slipstream run` wrote stays: its addresses may be others."""
+    path = Path(e.run_dir) / "config.yaml"
+    if path.exists():
+        return
+    with writing(path.parent):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(dump(e))
+
+
 def checkpoints(run_dir: Path) -> list[Path]:
     """Those that are complete, oldest first."""
     return sorted(meta.parent for meta in (run_dir / "checkpoints").glob("step-*/meta.json"))

@@ -6,6 +6,7 @@ Rank kinds: the learner's pipeline stages (global rank 0 apart, because it publi
 ranks of its own, and the engine ranks of scorers and of rollout servers.
 """
 
+import os
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -66,6 +67,12 @@ class Target:
     """How many there are; None only says how many are needed."""
     device_gib: float = 80.0
     """Of one GPU; on CPU of the machine, which every rank shares."""
+
+    @classmethod
+    def of(cls, gpu: bool, devices: int | None, device_gib: float | None) -> "Target":
+        """With 80 GiB a GPU, or what this machine has, where nobody says how much."""
+        own = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+        return cls(gpu, devices, device_gib or (80.0 if gpu else round(own, 1)))
 
 
 @dataclass(frozen=True, slots=True)

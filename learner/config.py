@@ -29,7 +29,7 @@ DATA_END = "data_end.json"
 
 
 class OptimizerConfig(Section):
-    lr: float = Field(default=1e-6, gt=0)
+    lr: float = Field(default=1e-6, gt=0, le=100)
     min_lr: float = Field(default=0.0, ge=0)
     """Where the schedule ends."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"

@@ -12,7 +12,7 @@ from pyarrow import ipc, parquet
 
 from buffer import cache, text_tables
 from buffer.examples import BadRow
-from buffer.experiment import FilesSource
+from buffer.experiment import FilesSource, JsonlSource
 from buffer.sources import open_table
 from buffer.text_tables import TextTable, items, lines
 
@@ -93,6 +93,15 @@ def test_a_broken_array_is_told_by_item(tmp_path, text, complaint):
     path.write_text(text)
     with pytest.raises(ValueError, match=complaint):
         opened(path)
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "files"])
+def test_a_pipe_is_refused_rather_than_waited_for(tmp_path, kind):
+    pipe = tmp_path / "rows.jsonl"
+    os.mkfifo(pipe)
+    source = {"jsonl": JsonlSource, "files": FilesSource}[kind](kind=kind, path=str(pipe))
+    with pytest.raises(ValueError, match=r"rows\.jsonl: a pipe or a device; expected a file"):
+        open_table(source, 1)
 
 
 def test_a_broken_line_costs_that_line(tmp_path):

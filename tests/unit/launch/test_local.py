@@ -333,3 +333,13 @@ def test_a_run_folder_that_cannot_be_written_is_named(start, config_file, tmp_pa
     config_file.write_text(yaml.safe_dump(settings))
     with pytest.raises(local.RunError, match=r"run_dir=.*file/run: cannot be written: Not a directory"):
         start(FINISHES)
+
+
+def test_a_buffer_started_by_hand_leaves_the_experiment_for_the_report(config_file):
+    e = read(config_file, OVERRIDES)
+    local.keep_config(e)
+    path = Path(e.run_dir) / "config.yaml"
+    assert yaml.safe_load(path.read_text())["buffer"]["max_staleness"] == e.buffer.max_staleness
+    path.write_text("name: kept\n")
+    local.keep_config(e)
+    assert path.read_text() == "name: kept\n"
