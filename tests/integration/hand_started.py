@@ -1,6 +1,7 @@
 """The services of a run, started as the README says to start each on its own."""
 
 import json
+import os
 import re
 import shlex
 import subprocess
@@ -73,6 +74,38 @@ class Services:
     def rows(self) -> list[dict]:
         path = self.folder / "run/metrics.jsonl"
         return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+class Processes:
+    """Those that work in a run's folder, by what they are."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = str(folder)
+
+    def all(self) -> dict[int, str]:
+        """Process id → what it is."""
+        found = {}
+        for entry in Path("/proc").iterdir():
+            if not entry.name.isdigit():
+                continue
+            try:
+                if os.readlink(entry / "cwd") != self._folder:
+                    continue
+                words = (entry / "cmdline").read_bytes().decode(errors="replace").split("\0")
+            except OSError:
+                continue
+            found[int(entry.name)] = self._kind(words)
+        return found
+
+    def _kind(self, words: list[str]) -> str:
+        if words[0].startswith("VLLM::"):
+            return "engine core" if "Core" in words[0] else "engine worker"
+        if "-m" in words and words[words.index("-m") + 1] == "learner" and "--nproc-per-node" not in words:
+            return "learner rank"
+        for kind in ("buffer", "rollout"):
+            if kind in words:
+                return kind
+        return "torchrun" if "--nproc-per-node" in words else "helper"
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from hand_started import HOME, Services, services
+from hand_started import HOME, Processes, Services, services
 
 from buffer.inspection import inspect
 
@@ -31,38 +31,6 @@ CALM_S = 240
 """At the longest from a kill to the learner's next step, of which a server's start takes the most."""
 VICTIMS = ("buffer", "rollout", "engine core", "engine worker", "learner rank", "torchrun")
 NAMES = {"buffer": "buffer", "server-0": "rollout", "server-1": "rollout", "learner": "learner"}
-
-
-class Processes:
-    """Those that work in a run's folder, by what they are."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = str(folder)
-
-    def all(self) -> dict[int, str]:
-        """Process id → what it is."""
-        found = {}
-        for entry in Path("/proc").iterdir():
-            if not entry.name.isdigit():
-                continue
-            try:
-                if os.readlink(entry / "cwd") != self._folder:
-                    continue
-                words = (entry / "cmdline").read_bytes().decode(errors="replace").split("\0")
-            except OSError:
-                continue
-            found[int(entry.name)] = self._kind(words)
-        return found
-
-    def _kind(self, words: list[str]) -> str:
-        if words[0].startswith("VLLM::"):
-            return "engine core" if "Core" in words[0] else "engine worker"
-        if "-m" in words and words[words.index("-m") + 1] == "learner" and "--nproc-per-node" not in words:
-            return "learner rank"
-        for kind in ("buffer", "rollout"):
-            if kind in words:
-                return kind
-        return "torchrun" if "--nproc-per-node" in words else "helper"
 
 
 class Chaos:
