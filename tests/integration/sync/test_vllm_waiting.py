@@ -38,7 +38,7 @@ def test_a_reader_that_has_just_read_waits_without_taking_a_core(queue, monkeypa
     monkeypatch.setattr(SpinCondition, "wait", counted)
     with pytest.raises(TimeoutError):
         reader.dequeue(timeout=0.6)
-    assert looks <= 60  # a few at once, then less and less; one a millisecond would be 600, spinning thousands
+    assert looks <= 60  # less and less often; one a millisecond would be 600, spinning thousands
 
 
 def test_no_message_is_late_however_close_they_follow_each_other(queue):
