@@ -6,7 +6,7 @@ ranks and divided by nothing: Megatron's per-token mode, with its own division l
 
 import logging
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -19,6 +19,18 @@ from learner.slots import Slot, slots
 logger = logging.getLogger(__name__)
 
 
+MOST_SKIPPED = 20
+"""Updates in a row without a finite gradient: nothing will ever be trained any more."""
+
+
+@dataclass(slots=True)
+class Updates:
+    """Of this process."""
+
+    made: int = 0
+    skipped_in_a_row: int = 0
+
+
 @dataclass(frozen=True, slots=True)
 class Trainable:
     model: Any
@@ -27,10 +39,23 @@ class Trainable:
     """Megatron's; fp32 master weights where the policy is bfloat16."""
     ema: Ema | None = None
     """The average of the weights, where one is kept."""
+    updates: Updates = field(default_factory=Updates)
 
     def step(self, clip_grad: float) -> tuple[float, bool]:
-        """`apply_gradients`, and one step of the average if it was made."""
+        """`apply_gradients`, and one step of the average if it was made.
+
+        Raises:
+            ValueError: It was skipped, as so many before it in a row.
+        """
         norm, made = apply_gradients(self.optimizer, clip_grad)
+        updates = self.updates
+        updates.made += made
+        updates.skipped_in_a_row = 0 if made else updates.skipped_in_a_row + 1
+        if updates.skipped_in_a_row >= MOST_SKIPPED:
+            raise ValueError(
+                f"the last {MOST_SKIPPED} updates were skipped, their gradients being {norm}: weights that "
+                "are not finite stay so; start from others, or from an earlier checkpoint with a lower rate"
+            )
         if made and self.ema is not None:
             self.ema.update()
         return norm, made

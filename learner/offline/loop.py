@@ -41,8 +41,11 @@ def train(parts: OfflineParts) -> bool:
 
     Returns:
         Whether it is finished; not after a signal. A checkpoint holds the last step either way.
+
+    Raises:
+        ValueError: It ends as it began.
     """
-    saved = parts.step
+    saved = start = parts.step
     if parts.step == 0 and parts.held_out is not None:
         parts.reporter.write(0, parts.steps, evaluation(parts))
     while parts.step < parts.steps and not stopping(parts):
@@ -53,6 +56,8 @@ def train(parts: OfflineParts) -> bool:
         parts.step += 1
         if parts.feed.used_up:
             parts.steps = parts.step
+        if parts.step == parts.steps and start == 0:
+            refuse_if_untrained(parts)
         if parts.step == parts.steps or is_due(parts):
             row |= evaluation(parts)
         parts.reporter.write(parts.step, parts.steps, row, share)
@@ -62,6 +67,15 @@ def train(parts: OfflineParts) -> bool:
     if saved != parts.step:
         save(parts)
     return parts.step >= parts.steps
+
+
+def refuse_if_untrained(parts: OfflineParts) -> None:
+    """What was never updated must not pass for a trained model, nor be what a next stage starts from."""
+    if not parts.trainable.updates.made:
+        raise ValueError(
+            f"not one of {parts.step} steps changed the weights: either no row had anything to train on "
+            "(left_out in metrics.jsonl counts why), or no gradient was finite; nothing is exported"
+        )
 
 
 def stopping(parts: OfflineParts) -> bool:

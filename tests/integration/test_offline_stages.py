@@ -394,3 +394,16 @@ def test_the_command_tells_a_bad_row_by_its_place_and_once_mended_trains_to_a_re
     assert "step 2 of 2: loss" in done.stdout
     assert (run.folder / "run/report/loss.png").exists()
     assert slipstream().stdout.startswith("offline (reward)"), "finished: nothing is trained again"
+
+
+def test_a_stage_whose_rows_teach_nothing_is_no_success(data, tmp_path):
+    run = Run(tmp_path / "tied", data, "reward", steps=2)
+    rows = tmp_path / "rows.jsonl"
+    run.experiment["data"]["train"]["path"] = str(rows)
+    write(rows, [{"prompt": "a", "response": ["b", "c"], "score": [1, 1]}] * 8)
+    command = [str(Path(sys.executable).with_name("slipstream")), "reward", run.job()["config"]]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 1, ended.stdout
+    assert "not one of 2 steps changed the weights" in ended.stdout
+    assert "Traceback" not in ended.stdout
+    assert not (run.folder / "run/model").exists()

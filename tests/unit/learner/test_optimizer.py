@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from learner.config import OptimizerConfig
-from learner.optimizer import learning_rate, set_rates
+from learner.optimizer import MOST_SKIPPED, Trainable, learning_rate, set_rates
 
 
 def rates(steps, **config):
@@ -45,3 +45,19 @@ def test_norms_and_biases_are_not_decayed():
     assert all(g["betas"] == (0.8, 0.9) for g in groups)
     assert [g["weight_decay"] for g in groups] == [0.1, 0.0]
     assert [g["lr"] for g in groups] == [0.5, 0.5]
+
+
+def test_updates_that_are_skipped_without_end_end_the_run(monkeypatch):
+    norms = iter([1.0] + [float("nan")] * (MOST_SKIPPED - 1) + [1.0] + [float("nan")] * MOST_SKIPPED)
+
+    def stepped(optimizer, clip_grad):
+        norm = next(norms)
+        return norm, math.isfinite(norm)
+
+    monkeypatch.setattr("learner.optimizer.apply_gradients", stepped)
+    trainable = Trainable(None, None)
+    for _ in range(2 * MOST_SKIPPED):
+        trainable.step(1.0)
+    assert trainable.updates.made == 2
+    with pytest.raises(ValueError, match=rf"last {MOST_SKIPPED} updates were skipped, .* nan"):
+        trainable.step(1.0)
