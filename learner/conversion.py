@@ -53,6 +53,7 @@ def hf_to_megatron(source: Path, target: Path, layout: ParallelConfig, dtype: st
     wholes = [whole for slot in slots(family, ParallelConfig()) for whole in slot.whole]
     for name, shape in wholes:
         folder.check(name, shape)
+    folder.refuse_others({name for name, _ in wholes})
     dtype = dtype or _only_dtype(source, {folder.dtype(name) for name, _ in wholes})
     shards = _Shards(folder)
     ranks = [

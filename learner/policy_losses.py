@@ -139,4 +139,6 @@ def own(path: str, logprobs: Tensor, old: Tensor, batch: MicroBatch) -> Tensor:
     if not isinstance(made, Tensor) or made.shape != logprobs.shape:
         found = list(made.shape) if isinstance(made, Tensor) else type(made).__name__
         raise ValueError(f"{path} returned {found}; expected a loss for each of {len(logprobs)} tokens")
+    if logprobs.requires_grad and not made.requires_grad:
+        raise ValueError(f"{path} returned a loss without a gradient; expected one made of logprobs")
     return made

@@ -3,7 +3,7 @@
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -38,6 +38,11 @@ class WholeTensors(Protocol):
         ...
 
 
+DERIVED = ("lm_head.weight", "rotary_emb.inv_freq")
+"""Ends of names that some folders hold beside what is needed: a tied output layer, and what follows from the
+configuration."""
+
+
 class SafetensorsFolder:
     """`WholeTensors` of a folder: one open file at a time, and of it what a slice asks for."""
 
@@ -51,6 +56,18 @@ class SafetensorsFolder:
         found = tuple(self._slice(name).get_shape())
         if found != shape:
             raise ValueError(f"{self.path}: {name} has shape {found}; config.json asks for {shape}")
+
+    def refuse_others(self, known: Collection[str]) -> None:
+        """
+        Raises:
+            ValueError: There are weights beside those known, which would be lost: of a layer that
+                `num_hidden_layers` leaves out, say.
+        """
+        others = [n for n in self._homes if n not in known and not n.endswith(DERIVED)]
+        if others:
+            raise ValueError(
+                f"{self.path}: config.json asks for no tensor {others[0]} (one of {len(others)} such)"
+            )
 
     def read(self, name: str, rows: slice, columns: slice | None = None) -> Tensor:
         part = self._slice(name)

@@ -230,6 +230,19 @@ def test_a_layout_that_does_not_fit_or_a_target_that_exists_writes_nothing(make,
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 
+def test_weights_that_the_config_does_not_ask_for_are_not_left_behind(make, tmp_path):
+    source, target = make(), tmp_path / "checkpoint"
+    found = weights(source) | {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(2)}
+    save_file(found, source / "model.safetensors", metadata={"format": "pt"})
+    conversion.hf_to_megatron(source, tmp_path / "derived", ParallelConfig())
+    save_file(found | {"model.layers.4.mlp.up_proj.weight": torch.ones(2)}, source / "model.safetensors")
+    with pytest.raises(
+        ValueError, match=r"config\.json asks for no tensor model\.layers\.4\.mlp\.up_proj\.weight"
+    ):
+        conversion.hf_to_megatron(source, target, ParallelConfig())
+    assert not target.exists()
+
+
 @pytest.fixture
 def reward_model(tmp_path):
     torch.manual_seed(3)

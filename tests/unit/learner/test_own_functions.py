@@ -29,6 +29,10 @@ def scalar_loss(logprobs, old_logprobs, batch):
     return -(logprobs * batch.advantages).mean()
 
 
+def constant_loss(logprobs, old_logprobs, batch):
+    return -(logprobs * batch.advantages).detach()
+
+
 def group(*completions: list[int], rewards=(1.0, 0.0)) -> Group:
     made = []
     for index, (completion, reward) in enumerate(zip(completions, rewards, strict=True)):
@@ -64,6 +68,14 @@ def test_the_example_loss_is_ppos_and_bounds_what_a_bad_token_costs():
 def test_a_loss_that_is_not_one_number_a_token_is_named():
     with pytest.raises(ValueError, match=r"scalar_loss returned \[\]; expected a loss for each of 3 tokens"):
         objective_of(f"{__name__}:scalar_loss", torch.zeros(3), torch.zeros(3))
+
+
+def test_a_loss_that_trains_nothing_is_named():
+    logprobs = torch.zeros(3, requires_grad=True)
+    with pytest.raises(ValueError, match="constant_loss returned a loss without a gradient"):
+        objective_of(f"{__name__}:constant_loss", logprobs, torch.zeros(3))
+    with torch.no_grad():  # a pass that only measures
+        objective_of(f"{__name__}:constant_loss", torch.zeros(3), torch.zeros(3))
 
 
 def test_the_example_advantage_ranks_and_leaves_ties_alone():
