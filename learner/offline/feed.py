@@ -15,7 +15,7 @@ from learner.offline.stages import Stage
 logger = logging.getLogger(__name__)
 
 RULES = ("too_long", "bad_row", "no_pair")
-"""Why an example is left out: it does not fit, its prompt cannot be rendered, its scores are all equal."""
+"""Why an example is left out: it does not fit, it cannot be read or rendered, its scores are all equal."""
 
 
 class Rows(Protocol):
@@ -64,7 +64,15 @@ class ExampleFeed:
         Raises:
             ValueError: A row that cannot be read, with its place.
         """
-        return share(self._rows.take(self._batch_size), self._encoder, self._stage)
+        before = self._unreadable()
+        found = share(self._rows.take(self._batch_size), self._encoder, self._stage)
+        if parallel.dp_rank() == 0:  # every rank skipped the same
+            found.counts["bad_row"] += self._unreadable() - before
+        return found
+
+    def _unreadable(self) -> int:
+        """Rows skipped so far because they cannot be read."""
+        return self._rows.position["counts"].get("bad_row", 0)
 
     def steps(self) -> int | None:
         """How many the data has from its beginning; None for no end."""

@@ -79,6 +79,25 @@ def test_the_last_epoch_ends_the_data_and_says_so(as_rank, tmp_path):
     assert not feed(tmp_path).used_up
 
 
+def test_rows_that_cannot_be_read_are_counted_once_over_all_ranks(as_rank, tmp_path):
+    path = tmp_path / "rows.jsonl"
+    lines = ['{"prompt": "a", "response": ["a", "b"], "score": [1, 0]}', "not JSON"] * 3
+    path.write_text("\n".join(lines))
+    settings = {
+        "train": {"kind": "jsonl", "path": str(path)},
+        "epochs": 1,
+        "on_bad_row": "skip",
+        "shuffle": False,
+    }
+    data = DataConfig.model_validate(settings)
+    counted = 0
+    for rank in range(2):
+        as_rank(rank, 2)
+        of = ExampleFeed(open_stream(data, 1, "reward"), Letters(), STAGE, 2, 1)
+        counted += sum(of.next().counts["bad_row"] for _ in range(2))
+    assert counted == 3
+
+
 def test_a_place_in_the_data_is_found_again(as_rank, tmp_path):
     first, again = feed(tmp_path), feed(tmp_path)
     first.next()
