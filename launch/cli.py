@@ -253,7 +253,7 @@ def plan(
     if as_json:
         typer.echo(plan_screen.as_json(made))
         raise typer.Exit(0 if not made.reasons() else 1)
-    raise typer.Exit(plan_screen.print_plan(made, open_console()))
+    raise typer.Exit(plan_screen.print_plan(made, open_console(wide=True)))
 
 
 @app.command()

@@ -11,8 +11,8 @@ from pathlib import Path
 FEWEST_CORES_TO_SPLIT = 4
 """With fewer, halves would be too small: every service uses all cores and the kernel shares them."""
 
-_held: dict[int, socket.socket] = {}
-"""Ports that this process has given to its services, by number."""
+_held: dict[int, int] = {}
+"""Port that this process has given to its services → the open socket that says so."""
 
 PORTS = range(20_000, 32_000)
 """Below those that Linux gives to whoever asks for any: one of those may be gone before a service listens."""
@@ -141,7 +141,7 @@ def hold(port: int) -> bool:
     except OSError:
         holder.close()
         return False
-    _held[port] = holder
+    _held[port] = holder.detach()  # it stays open until the process ends
     return True
 
 

@@ -8,14 +8,22 @@ from typing import Any, TextIO
 
 from rich.console import Console
 
+WIDE = 160
+"""Columns of a file or a pipe, which has no width of its own: rich takes 80, and cuts tables to that."""
 
-def open_console() -> Console:
+
+def open_console(wide: bool = False) -> Console:
     """Standard output. A run must not end at once because the window that it was started in was closed: the
-    hang-up's signal stops it in order, and what it says meanwhile goes nowhere."""
+    hang-up's signal stops it in order, and what it says meanwhile goes nowhere.
+
+    Args:
+        wide: Whether tables are printed that 80 columns are too few for.
+    """
     stream = _UntilHangUp(sys.stdout)
     # A dumb terminal cannot move its cursor: lines, as into a file.
     plain = False if os.environ.get("TERM", "").lower() in ("dumb", "unknown") else None
-    return Console(file=stream, force_terminal=plain)  # pyright: ignore[reportArgumentType]
+    width = WIDE if wide and not sys.stdout.isatty() and "COLUMNS" not in os.environ else None
+    return Console(file=stream, force_terminal=plain, width=width)  # pyright: ignore[reportArgumentType]
 
 
 class _UntilHangUp:
