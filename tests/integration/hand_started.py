@@ -7,9 +7,12 @@ import shlex
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+from buffer.inspection import inspect
 
 HOME = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent
@@ -118,3 +121,22 @@ def services(folder: Path) -> Iterator[Services]:
             if process.poll() is None:
                 process.kill()
             process.wait()
+
+
+def assert_trained_once(folder: Path, groups: int, prompts: int) -> list[int]:
+    """Of a run that is over: that every group was trained once, and every prompt once an epoch.
+
+    Args:
+        groups: Of all its batches.
+        prompts: Of an epoch.
+
+    Returns:
+        The epochs that were over.
+    """
+    found = inspect(folder / "run")["prompts"]
+    states = sum(map(Counter, found.values()), Counter[str]())
+    assert states["batched"] + states["trained"] == groups, "every group trained once"
+    over = sorted(found)[:-2]  # the last epochs are still under way
+    for epoch in over:
+        assert found[epoch] == {"trained": prompts}, f"epoch {epoch}: every prompt exactly once"
+    return over

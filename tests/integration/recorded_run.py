@@ -7,16 +7,14 @@ import json
 import re
 import signal
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from hand_started import Services, services
+from hand_started import Services, assert_trained_once, services
 
-from buffer.inspection import inspect
 from buffer.recording import append_groups
 from buffer.records import Group, Trajectory
 
@@ -189,16 +187,7 @@ class Faults:
         rows = self.running.rows()
         assert [row["step"] for row in rows] == list(range(1, steps + 1)), "every version once, in order"
         assert max(row["staleness/max"] for row in rows) <= STALENESS
-        assert_groups_trained_once(self.running.folder, steps)
-
-
-def assert_groups_trained_once(folder: Path, steps: int) -> None:
-    store = inspect(folder / "run")
-    states = sum(map(Counter, store["prompts"].values()), Counter())
-    assert states["batched"] + states["trained"] == steps * GROUPS, "every group trained once"
-    over = sorted(store["prompts"])[:-2]  # the last epochs are still under way
-    for epoch in over:
-        assert store["prompts"][epoch] == {"trained": PROMPTS}, f"epoch {epoch}: every prompt exactly once"
+        assert_trained_once(self.running.folder, steps * GROUPS, PROMPTS)
 
 
 @contextmanager

@@ -14,9 +14,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from hand_started import HOME, Processes, Services, services
-
-from buffer.inspection import inspect
+from hand_started import HOME, Processes, Services, assert_trained_once, services
 
 SECONDS = float(os.environ.get("CHAOS_SECONDS", "40"))
 SEED = int(os.environ.get("CHAOS_SEED", "1"))
@@ -102,12 +100,7 @@ def test_a_run_survives_whatever_is_killed(make_experiment, free_address):
         left = chaos.processes.all()
     assert left == {}, "orphans"
     assert [row["step"] for row in rows] == list(range(1, steps + 1)), "every version once, in order"
-    store = inspect(folder / "run")
-    states = sum(map(Counter, store["prompts"].values()), Counter())
-    assert states["batched"] + states["trained"] == steps * GROUPS, "every group trained once"
-    over = sorted(store["prompts"])[:-2]  # the last epochs are still under way
-    for epoch in over:
-        assert store["prompts"][epoch] == {"trained": PROMPTS}, f"epoch {epoch}: every prompt exactly once"
+    over = assert_trained_once(folder, steps * GROUPS, PROMPTS)
     assert max(row["staleness/max"] for row in rows) <= 2
     if RECORD:
         record(chaos, steps, len(over))
