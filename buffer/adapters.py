@@ -1,7 +1,7 @@
 """From a row of any known shape to an `Example`. The shape is told by the keys of the first rows.
 
 The shapes are those of ChatLearn (query/response/score, prompt, text, eval_func/answer), DeepSpeed-Chat
-(prompt/chosen/rejected), Anthropic's HH transcripts, chat messages as OpenAI writes them, and verl.
+(prompt/chosen/rejected), Anthropic's HH transcripts, verl, and those of `buffer/chat_rows.py`.
 """
 
 import json
@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from buffer.chat_rows import from_completion, from_instruction, from_messages, from_preference, from_turns
 from buffer.dotted import resolve
 from buffer.examples import BadRow, Example, shown
 
@@ -118,7 +119,7 @@ def _rejected(row: Row) -> Example:
 def _deepspeed(row: Row) -> Example:
     chosen, rejected = row["chosen"], row.get("rejected")
     if isinstance(chosen, list):
-        return _conversations(row)
+        return from_preference(row)
     return _pair(_prompt(row["prompt"]), chosen, rejected, row)
 
 
@@ -126,42 +127,13 @@ def _transcripts(row: Row) -> Example:
     """Two whole conversations that differ in their last answer, as text (Anthropic's HH) or as messages."""
     chosen, rejected = row["chosen"], row["rejected"]
     if isinstance(chosen, list):
-        return _conversations(row)
+        return from_preference(row)
     if not isinstance(chosen, str) or not isinstance(rejected, str):
         raise BadRow(f"chosen, rejected: expected two texts, got {shown(chosen)} and {shown(rejected)}")
     cut = chosen.rfind(ASSISTANT) + len(ASSISTANT)
     if cut < len(ASSISTANT) or chosen[:cut] != rejected[:cut]:
         raise BadRow('chosen, rejected: expected the same text up to the last "\\n\\nAssistant:"')
     return _pair(chosen[:cut], chosen[cut:], rejected[cut:], row)
-
-
-def _conversations(row: Row) -> Example:
-    prompt, chosen = _last_turn(row["chosen"], "chosen")
-    if row.get("rejected") is None:
-        return _pair(prompt, chosen, None, row)
-    other, rejected = _last_turn(row["rejected"], "rejected")
-    if prompt != other:
-        raise BadRow("chosen, rejected: expected the same messages but for the last")
-    if not prompt:  # only the answers are messages; the prompt stands apart
-        return _pair(_prompt(row.get("prompt")), chosen, rejected, row)
-    return _pair(prompt, chosen, rejected, row)
-
-
-def _last_turn(messages: Any, key: str) -> tuple[tuple[Any, ...], str]:
-    last = messages[-1] if isinstance(messages, list) and messages else None
-    if not isinstance(last, dict) or last.get("role") != "assistant" or not last.get("content"):
-        raise BadRow(f"{key}: expected messages that end with the assistant's, got {shown(messages)}")
-    return tuple(messages[:-1]), last["content"]
-
-
-def _messages(row: Row) -> Example:
-    messages = row["messages"]
-    if not isinstance(messages, list) or not messages:
-        raise BadRow(f"messages: expected a list of chat messages, got {shown(messages)}")
-    if isinstance(messages[-1], dict) and messages[-1].get("role") == "assistant":
-        prompt, response = _last_turn(messages, "messages")
-        return Example(prompt, (response,), (), row)
-    return Example(tuple(messages), (), (), row)
 
 
 def _verl(row: Row) -> Example:
@@ -189,7 +161,10 @@ ADAPTERS: Mapping[str, Adapter] = {
         Adapter("math", ("prompt", "eval_func", "answer"), _plain),
         Adapter("deepspeed", ("prompt", "chosen"), _deepspeed, also=("rejected",)),
         Adapter("transcripts", ("chosen", "rejected"), _transcripts, rank=3),
-        Adapter("messages", ("messages",), _messages, rank=2),
+        Adapter("prompt-completion", ("prompt", "completion"), from_completion),
+        Adapter("alpaca", ("instruction", "output"), from_instruction, also=("input", "system", "history")),
+        Adapter("messages", ("messages",), from_messages, rank=2),
+        Adapter("sharegpt", ("conversations",), from_turns, also=("system",), rank=2),
         Adapter("verl", ("data_source", "prompt", "reward_model"), _verl),
     )
 }
@@ -251,12 +226,15 @@ def custom(path: str) -> Adapter:
         except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
             raise BadRow(f"{path} raised {type(error).__name__}: {error}") from error
         if isinstance(made, Mapping):
-            fields = {"responses": (), "scores": (), "row": row, **made}
-            unknown = sorted(set(fields) - {"prompt", "responses", "scores", "row"})
-            if unknown or "prompt" not in fields:
+            fields = {"responses": (), "scores": (), "row": row, "given": None, **made}
+            if set(fields) != {"prompt", "responses", "scores", "row", "given"}:
                 raise BadRow(f"{path} returned {_listed(sorted(made))}; expected the fields of an Example")
             made = Example(
-                _prompt(fields["prompt"]), tuple(fields["responses"]), tuple(fields["scores"]), fields["row"]
+                _prompt(fields["prompt"]),
+                tuple(fields["responses"]),
+                tuple(fields["scores"]),
+                fields["row"],
+                fields["given"],
             )
         if not isinstance(made, Example):
             raise BadRow(f"{path} returned {type(made).__name__}; expected an Example or its fields")

@@ -38,6 +38,9 @@ class Example:
     """As many as responses, or none; a chosen/rejected pair has (1.0, 0.0)."""
     row: dict[str, Any]
     """The whole row as the file has it (answer, eval_func, metadata…): plain JSON."""
+    given: int | None = None
+    """How many of the prompt's messages are there to be read alone: SFT learns the assistant's among those
+    behind them too. None: it learns the response alone."""
 
     def __post_init__(self) -> None:
         _check_prompt(self.prompt)
@@ -51,8 +54,9 @@ class Example:
                 raise BadRow(f"score: expected a finite number, got {shown(score)}")
 
     def fitted(self, stage: Stage) -> "Example":
-        """What a stage trains on: no response for `rl`; the best scored one for `sft`; all of them, with
-        their scores, for `reward` and `dpo`; for `pretraining` a text, which is the prompt.
+        """What a stage trains on: no response for `rl`; for `sft` the best scored one, or the last answer of
+        a conversation that goes on behind it; all of them, with their scores, for `reward` and `dpo`; for
+        `pretraining` a text, which is the prompt.
 
         Raises:
             BadRow: The stage needs more responses than there are.
@@ -61,6 +65,8 @@ class Example:
             case "rl":
                 return replace(self, responses=(), scores=())
             case "sft":
+                if not self.responses and self.learned:
+                    return self._up_to(self.learned[-1])
                 if not self.responses:
                     raise BadRow("sft needs a response, this row has none")
                 best = max(range(len(self.responses)), key=lambda i: self.scores[i]) if self.scores else 0
@@ -77,6 +83,29 @@ class Example:
                     found = f"{len(self.responses)} responses" if self.responses else "chat messages"
                     raise BadRow(f"pretraining needs a text and nothing else, this row has {found}")
                 return self
+
+
+    @property
+    def learned(self) -> tuple[int, ...]:
+        """Places of the prompt's messages that SFT learns beside the response. One that opens the
+        conversation answers nothing, and is only read."""
+        if self.given is None or isinstance(self.prompt, str):
+            return ()
+        places = range(max(self.given, 1), len(self.prompt))
+        return tuple(i for i in places if is_learned(self.prompt[i]))
+
+    def _up_to(self, place: int) -> "Example":
+        """The conversation that ends with this message of the prompt."""
+        assert not isinstance(self.prompt, str), "a text has no places"
+        content = self.prompt[place]["content"]
+        if not content:
+            raise BadRow("sft needs text in the last answer, which here only calls a tool")
+        return replace(self, prompt=self.prompt[:place], responses=(content,))
+
+
+def is_learned(message: dict[str, Any]) -> bool:
+    """Whether it is the assistant's; OpenAI's files mark with weight 0 those that are not to be learned."""
+    return message.get("role") == "assistant" and message.get("weight") != 0
 
 
 def _check_prompt(prompt: Any) -> None:

@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 LOOKED_AT = 16
 """First rows that tell a source's shape."""
-RULES = 2
+RULES = 3
 """Raised by one whenever a row that passed may be refused: large files are then checked anew."""
 
 
@@ -50,9 +50,17 @@ class Source:
         """
         row = place if self.share is None else int(self.share[place])
         try:
-            return self.adapter(self.table[row]).fitted(self.stage)
+            return self._fitted(self.adapter(self.table[row]))
         except BadRow as error:
             raise error.at(self.table.where(row)) from None
+
+    def _fitted(self, example: Example) -> Example:
+        try:
+            return example.fitted(self.stage)
+        except BadRow as error:
+            keys = ", ".join(f"`{key}`" for key, value in sorted(example.row.items()) if value is not None)
+            told = f"{error.reason}; read as {self.adapter.name}, keys found: {keys}"
+            raise BadRow(f"{told}; docs/data.md lists the shapes that are known") from None
 
 
 class ExampleStream:

@@ -8,6 +8,9 @@ from buffer.examples import BadRow, Example
 
 USER = {"role": "user", "content": "2+2?"}
 REPLY = {"role": "assistant", "content": "4"}
+MORE = {"role": "user", "content": "3+3?"}
+SYSTEM = {"role": "system", "content": "be short"}
+SIX = {"role": "assistant", "content": "6"}
 
 SHAPES = [
     ("prompt", {"prompt": "p", "answer": 4}, "p", (), ()),
@@ -43,14 +46,67 @@ SHAPES = [
     ("deepspeed", {"prompt": "p", "chosen": "a", "rejected": "b", "messages": [USER]},
      "p", ("a", "b"), (1.0, 0.0)),
     ("prompt", {"prompt": "p", "text": "t"}, "p", (), ()),
+    ("prompt-completion", {"prompt": "q", "completion": "r"}, "q", ("r",), ()),
+    ("prompt-completion", {"prompt": [USER], "completion": "r", "label": True}, (USER,), ("r",), ()),
+    ("prompt-completion", {"prompt": [USER], "completion": [REPLY]}, (USER,), ("4",), ()),
+    ("prompt-completion", {"prompt": "2+2?", "completion": [REPLY, MORE, SIX]},
+     (USER, REPLY, MORE), ("6",), ()),
+    ("deepspeed", {"prompt": [USER, REPLY], "chosen": [MORE, SIX], "rejected": [MORE, REPLY]},
+     (USER, REPLY, MORE), ("6", "4"), (1.0, 0.0)),
+    ("deepspeed", {"prompt": [MORE], "chosen": [USER, REPLY, MORE, SIX], "rejected": [USER, REPLY, MORE, REPLY]},
+     (USER, REPLY, MORE), ("6", "4"), (1.0, 0.0)),
+    ("deepspeed", {"prompt": "2+2?", "chosen": [REPLY, MORE, SIX], "rejected": [REPLY, MORE, REPLY]},
+     (USER, REPLY, MORE), ("6", "4"), (1.0, 0.0)),
+    ("alpaca", {"instruction": "add", "input": "", "output": "4", "text": "all of it"}, "add", ("4",), ()),
+    ("alpaca", {"instruction": "add", "input": "2, 2", "output": "4"}, "add\n2, 2", ("4",), ()),
+    ("alpaca", {"instruction": "3+3?", "output": "6", "system": "be short", "history": [["2+2?", "4"]]},
+     (SYSTEM, USER, REPLY, MORE), ("6",), ()),
+    ("sharegpt", {"id": "x", "conversations": [{"from": "human", "value": "2+2?"}, {"from": "gpt", "value": "4"}]},
+     (USER,), ("4",), ()),
+    ("sharegpt", {"conversations": [USER, REPLY, MORE, SIX], "system": "be short"},
+     (SYSTEM, USER, REPLY, MORE), ("6",), ()),
+    ("sharegpt", {"conversations": [{"from": "human", "value": "2+2?"}, {"from": "gpt", "value": "4"},
+                                    {"from": "human", "value": "3+3?"}]}, (USER, REPLY, MORE), (), ()),
 ]  # fmt: skip
+
+GIVEN = [
+    ({"messages": [USER, REPLY, MORE, SIX]}, (1,)),
+    ({"messages": [SYSTEM, USER, {**REPLY, "weight": 0}, MORE, SIX]}, ()),
+    ({"messages": [REPLY, USER, REPLY, MORE, SIX]}, (2,)),
+    ({"conversations": [USER, REPLY, MORE, SIX], "system": "be short"}, (2,)),
+    ({"prompt": [USER, REPLY, MORE], "completion": [SIX, USER, REPLY]}, (3,)),
+    ({"prompt": [USER, REPLY, MORE], "completion": "6"}, ()),
+    ({"instruction": "3+3?", "output": "6", "history": [["2+2?", "4"]]}, (1,)),
+    ({"prompt": [USER, REPLY, MORE], "response": "6"}, ()),
+]
+"""Rows, and the places in their prompt that SFT learns beside the response."""
 
 
 @pytest.mark.parametrize(("name", "row", "prompt", "responses", "scores"), SHAPES)
 def test_a_shape_is_known_by_its_keys(name, row, prompt, responses, scores):
     adapter = find("auto", [row], "data")
     assert adapter.name == name
-    assert adapter(row) == Example(prompt, responses, scores, row)
+    found = adapter(row)
+    assert found == Example(prompt, responses, scores, row, found.given)
+
+
+@pytest.mark.parametrize(("row", "places"), GIVEN)
+def test_earlier_answers_are_learned_but_for_those_of_the_prompt(row, places):
+    assert find("auto", [row], "data")(row).learned == places
+
+
+def test_a_conversation_that_goes_on_behind_its_last_answer_is_learned_up_to_it():
+    row = {"messages": [USER, REPLY, MORE, SIX, USER]}
+    found = find("auto", [row], "data")(row)
+    assert found.fitted("rl").prompt == (USER, REPLY, MORE, SIX, USER)
+    assert found.fitted("sft") == Example((USER, REPLY, MORE), ("6",), (), row, 0)
+    unweighted = {"messages": [USER, REPLY, MORE, {**SIX, "weight": 0}]}
+    found = find("auto", [unweighted], "data")(unweighted)
+    assert found.fitted("rl").prompt == (USER, REPLY, MORE)
+    assert found.fitted("sft") == Example((USER,), ("4",), (), unweighted, 0)
+    only_read = {"prompt": [USER, REPLY, MORE]}
+    with pytest.raises(BadRow, match="sft needs a response"):
+        find("auto", [only_read], "data")(only_read).fitted("sft")
 
 
 def test_every_adapter_is_tried():
@@ -114,6 +170,15 @@ def test_a_few_strange_rows_do_not_hide_the_shape_of_the_rest():
         ),
         ({"chosen": "a\n\nAssistant: b", "rejected": "x\n\nAssistant: c"}, "expected the same text up to"),
         ({"prompt": "p", "metadata": 3}, "metadata: expected an object"),
+        ({"prompt": "p", "completion": 3}, "response: expected text, got 3"),
+        ({"prompt": "p", "completion": [{**REPLY, "content": ""}]}, "completion: expected messages that end"),
+        ({"prompt": "p", "completion": "c", "label": False}, "label: false, so the completion is not one"),
+        ({"conversations": {}}, "conversations: expected a list of turns"),
+        ({"conversations": [{"from": "bot", "value": "hi"}]}, "from 'bot': expected one of human, user, gpt"),
+        ({"conversations": [{"from": "human"}]}, "prompt: content of the user: expected text, got None"),
+        ({"instruction": 3, "output": "o"}, "instruction: expected text, got 3"),
+        ({"instruction": "i", "input": [], "output": 3}, "response: expected text, got 3"),
+        ({"instruction": "i", "output": "o", "history": [["q"]]}, "history: expected pairs of instruction"),
     ],
 )
 def test_a_bad_row_says_which_field_is_wrong(row, reason):
@@ -123,6 +188,10 @@ def test_a_bad_row_says_which_field_is_wrong(row, reason):
 
 def as_fields(row):
     return {"prompt": row["a"], "responses": [row["b"]]}
+
+
+def as_conversation(row):
+    return {"prompt": [USER, REPLY, MORE], "responses": ["6"], "given": 0}
 
 
 def as_example(row):
@@ -163,6 +232,7 @@ def test_a_function_of_ones_own_is_an_adapter():
     row = {"a": "p", "b": "r"}
     assert find(f"{__name__}:as_fields", [row], "data")(row) == Example("p", ("r",), (), row)
     assert find(f"{__name__}:as_example", [row], "data")(row) == Example("p", (), (), {"kept": True})
+    assert find(f"{__name__}:as_conversation", [row], "data")(row).learned == (1,)
     with pytest.raises(BadRow, match="as_fields raised KeyError: 'b'"):
         find(f"{__name__}:as_fields", [row], "data")({"a": "p"})
     with pytest.raises(BadRow, match="returned int"):

@@ -56,6 +56,13 @@ def test_a_stage_gets_the_responses_it_trains_on(tmp_path):
     assert first("rl") == Example("q", (), (), rows[0])
 
 
+def test_rows_that_are_not_what_the_stage_needs_are_told_with_their_keys(tmp_path):
+    path = written(tmp_path / "a.jsonl", [{"prompt": "p", "solution": "s", "answer": None}])
+    expected = r"a\.jsonl:1: sft needs a response, .*; read as prompt, keys found: `prompt`, `solution`; docs"
+    with pytest.raises(BadRow, match=expected):
+        open_stream(config(path), 1, "sft")
+
+
 def test_pretraining_reads_documents_by_itself(tmp_path):
     rows = [{"text": "one text"}, {"text": "\n\nHuman: a\n\nAssistant: b"}]
     path = written(tmp_path / "a.jsonl", rows)
