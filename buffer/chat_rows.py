@@ -1,4 +1,4 @@
-"""Rows that hold a conversation, or one question and its answer, as chat data sets and their trainers write them.
+"""Rows that hold a conversation, or a question and its answer, as data sets for chat models have them.
 
 OpenAI's and TRL's messages (`role`, `content`), ShareGPT's turns (`from`, `value`), Alpaca's instructions.
 """

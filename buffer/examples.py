@@ -84,7 +84,6 @@ class Example:
                     raise BadRow(f"pretraining needs a text and nothing else, this row has {found}")
                 return self
 
-
     @property
     def learned(self) -> tuple[int, ...]:
         """Places of the prompt's messages that SFT learns beside the response. One that opens the

@@ -4,6 +4,9 @@ from typing import Any
 
 from jinja2 import TemplateError
 
+ANSWER = "⟨answer⟩"
+"""Stands in a rendered conversation where an answer would, to find what follows it."""
+
 
 class PromptRefused(ValueError):
     """The row can never be sampled from.
@@ -71,27 +74,41 @@ class Renderer:
         Raises:
             PromptRefused: There is no template, or it does not just append.
         """
-        tokenizer = self._tokenizer
-        before = [{"role": "user", "content": "."}, {"role": "assistant", "content": "."}]
-        try:
-            closed = tokenizer.apply_chat_template(before, tokenize=False)
-            opened = tokenizer.apply_chat_template(
-                [*before, *messages], tokenize=False, add_generation_prompt=True
-            )
-        except (TemplateError, ValueError, TypeError, KeyError) as error:
-            raise PromptRefused(
-                "bad_row", f"the chat template refuses what an episode tells: {error}"
-            ) from None
-        mark = tokenizer.eos_token or ""
-        answer, found, _ = closed.rpartition(mark) if mark else (closed, "", "")
-        if not found or not opened.startswith(closed):
+        opened = self._text(
+            [{"role": "user", "content": "."}, {"role": "assistant", "content": ANSWER}, *messages], True
+        )
+        # Only what follows the answer is looked at: some templates write an answer that is not the last
+        # without its thoughts, so that two conversations need not begin with the same text.
+        mark = self._tokenizer.eos_token
+        gap, found, rest = opened.partition(ANSWER)[2].partition(mark) if mark else ("", "", "")
+        if not found or gap.strip():
             raise PromptRefused(
                 "bad_row", "the chat template cannot go on behind an answer with its end mark"
             )
-        rest = opened[len(answer) :]
-        if last_id == tokenizer.eos_token_id:
-            rest = rest.removeprefix(mark)
-        return list(tokenizer.encode(rest, add_special_tokens=False))
+        rest = rest if last_id == self._tokenizer.eos_token_id else mark + rest
+        return list(self._tokenizer.encode(rest, add_special_tokens=False))
+
+    def called(self, messages: list[dict[str, Any]]) -> str:
+        """What an assistant says who calls tools, as the template writes it, without the end mark.
+
+        Args:
+            messages: Up to the one that calls.
+
+        Raises:
+            PromptRefused: The template does not just append it with its end mark.
+        """
+        before, after = self._text(messages[:-1], True), self._text(messages, False)
+        said, found, _ = after.removeprefix(before).rpartition(self._tokenizer.eos_token or "\0")
+        if not found or not after.startswith(before):
+            raise PromptRefused("bad_row", "the chat template does not append a call of a tool")
+        return said
+
+    def _text(self, messages: list[dict[str, Any]], opens: bool) -> str:
+        """These messages as text, and the opening of an answer."""
+        try:
+            return self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=opens)
+        except (TemplateError, ValueError, TypeError, KeyError) as error:
+            raise PromptRefused("bad_row", f"the chat template refuses what is told: {error}") from None
 
     def _rendered(self, prompt: Any) -> list[int]:
         if isinstance(prompt, str) and self._tokenizer.chat_template is None:

@@ -13,6 +13,8 @@ class SftConfig(Section):
     """Imitate the responses."""
 
     kind: Literal["sft"]
+    turns: Literal["every", "last"] = "every"
+    """Which answers of a conversation are learned."""
 
 
 class RewardConfig(Section):

@@ -1,6 +1,7 @@
 """From an example to token ids: prompt and responses apart, so that the boundary between them is exact."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any, Literal
 
 import numpy as np
@@ -21,6 +22,21 @@ class Encoded:
     """As many as responses, or none."""
     cut: bool = False
     """Whether anything of it is missing."""
+    learned: NDArray[np.bool_] | None = None
+    """Of a conversation, whose one response goes from its first learned answer to its last: which of the
+    response's tokens are an answer's or its end mark. None: all."""
+
+    @property
+    def targets(self) -> tuple[NDArray[np.int64], ...]:
+        """Of each response, the places of its tokens that are trained, rising."""
+        if self.learned is not None:
+            return (np.flatnonzero(self.learned),)
+        return tuple(np.arange(len(r)) for r in self.responses)
+
+    @property
+    def trained(self) -> int:
+        """How many tokens are."""
+        return sum(map(len, self.targets))
 
 
 class Encoder:
@@ -31,13 +47,19 @@ class Encoder:
         max_length: Of prompt and response together, tokens.
         system_prompt: Put before the messages of a prompt that has no system message.
         too_long: What happens to more tokens than that.
+        every_turn: Whether a conversation's earlier answers are responses too.
 
     Raises:
         ValueError: The tokenizer has no end mark.
     """
 
     def __init__(
-        self, tokenizer: Any, max_length: int, system_prompt: str | None, too_long: Literal["drop", "cut"]
+        self,
+        tokenizer: Any,
+        max_length: int,
+        system_prompt: str | None,
+        too_long: Literal["drop", "cut"],
+        every_turn: bool = False,
     ) -> None:
         if tokenizer.eos_token_id is None:
             raise ValueError(
@@ -47,13 +69,16 @@ class Encoder:
         self._renderer = Renderer(tokenizer, max_length, system_prompt)
         self._max_length = max_length
         self._cuts = too_long == "cut"
+        self._every_turn = every_turn
 
     def encode(self, example: Example) -> Encoded:
         """
         Raises:
             PromptRefused: `too_long` when a response that it cannot do without does not fit; `bad_row` when
-                the prompt cannot be rendered.
+                the prompt, or what stands between a conversation's answers, cannot be rendered.
         """
+        if self._every_turn and example.learned:
+            return self._conversation(example)
         prompt = example.prompt if isinstance(example.prompt, str) else list(example.prompt)
         ids = np.array(self._renderer.encode(prompt), np.int32)
         responses = [self._response(text) for text in example.responses]
@@ -66,6 +91,33 @@ class Encoder:
         kept = tuple(r for r, fit in zip(responses, fits, strict=True) if fit)
         scores = tuple(s for s, fit in zip(example.scores, fits, strict=bool(example.scores)) if fit)
         return Encoded(ids, kept, scores)
+
+    def _conversation(self, example: Example) -> Encoded:
+        """Tokens as an episode of `rollout/episodes.py` would have them: each answer with its end mark, and
+        what the template writes up to the next."""
+        messages, places = [dict(m) for m in example.prompt], example.learned
+        parts: list[NDArray[np.int32]] = []
+        for place, end in pairwise((*places, len(messages))):
+            answer = self._answer(messages, place)
+            told = self._renderer.follow_up(messages[place + 1 : end], int(answer[-1]))
+            parts += [answer, np.array(told, np.int32)]
+        parts.append(self._response(example.responses[0]))
+        response = np.concatenate(parts)
+        learned = np.concatenate([np.full(len(part), i % 2 == 0) for i, part in enumerate(parts)])
+        prompt = np.array(self._renderer.encode(messages[: places[0]]), np.int32)
+        if self._cuts:
+            found = self._cut(prompt, [response], ())
+            return replace(found, learned=learned[: len(found.responses[0])])
+        if len(prompt) + len(response) > self._max_length:
+            raise PromptRefused(
+                "too_long", f"{len(prompt) + len(response)} tokens, model.max_length={self._max_length}"
+            )
+        return Encoded(prompt, (response,), (), learned=learned)
+
+    def _answer(self, messages: list[dict[str, Any]], place: int) -> NDArray[np.int32]:
+        if messages[place].get("tool_calls"):
+            return self._response(self._renderer.called(messages[: place + 1]))
+        return self._response(messages[place]["content"])
 
     def _response(self, text: str) -> NDArray[np.int32]:
         ids = list(self._tokenizer.encode(text, add_special_tokens=False))

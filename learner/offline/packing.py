@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -37,23 +36,19 @@ def pack(
     Args:
         examples: Of this rank.
         tokens_per_microbatch: Budget; a longer example goes alone.
-        only_ends: Targets are the last token of each response, read where they stand, instead of all tokens
-            of the responses, read where they are predicted.
+        only_ends: Targets are the last token of each response, read where they stand, instead of all that
+            are trained, read where they are predicted.
     """
     segments: list[list[_Response]] = []
     for number, example in enumerate(examples):
         scores = example.scores or (0.0,) * len(example.responses)
         segments.append(
             [
-                _Response(0, example.prompt, response, _targets(response, only_ends), number, score)
-                for response, score in zip(example.responses, scores, strict=True)
+                _Response(0, example.prompt, response, targets[-1:] if only_ends else targets, number, score)
+                for response, targets, score in zip(example.responses, example.targets, scores, strict=True)
             ]
         )
     return [_lay_out(held, only_ends) for held in fill(segments, tokens_per_microbatch)]
-
-
-def _targets(response: np.ndarray, only_ends: bool) -> np.ndarray:
-    return np.arange(len(response) - 1 if only_ends else 0, len(response))
 
 
 def _lay_out(segments: list[list[_Response]], only_ends: bool) -> ExampleBatch:

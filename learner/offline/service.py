@@ -14,7 +14,7 @@ from learner import parallel
 from learner.checkpoint import Checkpoints
 from learner.config import LoraConfig
 from learner.metrics import Journal
-from learner.offline.config import HeldOutConfig, OfflineExperiment
+from learner.offline.config import HeldOutConfig, OfflineExperiment, SftConfig
 from learner.offline.encoding import Encoder
 from learner.offline.feed import ExampleFeed, share
 from learner.offline.loop import OfflineParts, train
@@ -62,7 +62,7 @@ def serve(experiment: OfflineExperiment) -> None:
 def _assemble(experiment: OfflineExperiment, stop: StopFlag, stack: ExitStack) -> OfflineParts:
     learner, run_dir = experiment.learner, Path(experiment.run_dir)
     stage = make_stage(experiment.stage)
-    encoder = _encoder(experiment)
+    encoder = encoder_of(experiment)
     # The data is opened before the model: a mistake in it is told at once.
     rows = open_stream(experiment.data, experiment.seed, experiment.stage.kind)
     feed = ExampleFeed(rows, encoder, stage, learner.batch_size, experiment.data.epochs)
@@ -93,13 +93,15 @@ def _assemble(experiment: OfflineExperiment, stop: StopFlag, stack: ExitStack) -
     )
 
 
-def _encoder(experiment: OfflineExperiment) -> Encoder:
+def encoder_of(experiment: OfflineExperiment) -> Encoder:
+    """What makes token ids of the stage's examples."""
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(experiment.model.path)
-    return Encoder(
-        tokenizer, experiment.model.max_length, experiment.data.system_prompt, experiment.learner.too_long
-    )
+    model, stage = experiment.model, experiment.stage
+    every_turn = isinstance(stage, SftConfig) and stage.turns == "every"
+    tokenizer = AutoTokenizer.from_pretrained(model.path)
+    too_long = experiment.learner.too_long
+    return Encoder(tokenizer, model.max_length, experiment.data.system_prompt, too_long, every_turn)
 
 
 def _build(experiment: OfflineExperiment, stage: Stage, adapters: LoraConfig | None = None) -> Any:

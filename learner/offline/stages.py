@@ -44,14 +44,15 @@ class Stage(Protocol):
 
 
 class Sft:
-    """Cross-entropy of the responses' tokens and end marks, averaged over all of them."""
+    """Cross-entropy of the responses' tokens and end marks, of a conversation of its answers', averaged over
+    all of them."""
 
     head: Head = "vocabulary"
     needs_reference: bool = False
     sums: tuple[str, ...] = ("loss",)
 
     def size(self, example: Encoded) -> float:
-        return float(sum(len(r) for r in example.responses))
+        return float(example.trained)
 
     def objective(self, output: Any, batch: ExampleBatch, total: float) -> tuple[Tensor, dict[str, Tensor]]:
         logprobs, _entropy = output

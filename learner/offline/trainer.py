@@ -56,7 +56,7 @@ class Trainer:
         """Lay examples out, those of this rank."""
         only_ends = self._stage.head == "score"
         packed = pack(examples, self._config.tokens_per_microbatch, only_ends)
-        trained = sum(len(r) for e in examples for r in e.responses)
+        trained = sum(e.trained for e in examples)
         laid_out = sum(m.num_tokens for m in packed)
         size = sum(self._stage.size(e) for e in examples)
         total, *counts = collectives.sum_over_data([size, len(examples), trained, laid_out])
