@@ -62,16 +62,19 @@ def generate(
     from buffer.stream import check, open_sources
     from rollout import offline
     from rollout.groups import SamplingPlan
+    from rollout.prediction import refused_lines
 
     sampling = experiment.rollout.sampling
     chosen = sampling.temperature if temperature is None else temperature
     plan = SamplingPlan(samples, chosen, sampling.max_tokens, top_p, top_k)
     sources, _ = open_sources(FilesSource(kind="files", path=str(source)), experiment.seed, "rl", None)
-    check(sources, skip_bad_rows=False)
+    check(sources, skip_bad_rows=experiment.data is not None and experiment.data.on_bad_row == "skip")
     rows = PromptRows(sources)
     with engine_log(output.with_suffix(".log")) as terminal, progress("generating", terminal) as told:
         offline.generate(experiment, rows, plan, output, told)
-    return f"{output}: {len(rows)} rows, {samples} completions each"
+    refused = refused_lines(output)
+    without = f"; {refused} of them refused, each line says why" if refused else ""
+    return f"{output}: {len(rows)} rows, {samples} completions each{without}"
 
 
 def evaluate(experiment: PredictionExperiment, folder: Path, console: Console) -> None:

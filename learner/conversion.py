@@ -91,12 +91,13 @@ def megatron_to_hf(
             model's config, or `target` exists.
     """
     _refuse_existing(target)
-    source = _model_folder(checkpoint, model, "value_model" if value else "model")
-    meta = check(checkpoint)
+    named_meta(checkpoint)
     if averaged and not (checkpoint / EMA).is_dir():
         raise ValueError(f"{checkpoint}: no average of the weights in it; its run had no learner.ema")
     if value and not (checkpoint / VALUE).is_dir():
         raise ValueError(f"{checkpoint}: no value model in it; its run had no learner.value")
+    source = _model_folder(checkpoint, model, "value_model" if value else "model", "--model")
+    meta = check(checkpoint)
     family = families.read(source, "score" if value else stored_head(checkpoint))
     folder: WholeTensors = (
         MegatronFolder(checkpoint / VALUE, family)
@@ -132,9 +133,9 @@ def reshard(
             holds adapters.
     """
     _refuse_existing(target)
-    folders = {"": _model_folder(checkpoint, model, "model")}
+    folders = {"": _model_folder(checkpoint, model, "model", "--model")}
     if (checkpoint / VALUE).is_dir():
-        folders[VALUE] = _model_folder(checkpoint, value_model, "value_model")
+        folders[VALUE] = _model_folder(checkpoint, value_model, "value_model", "--value-model")
     meta = check(checkpoint)
     if meta.get("lora"):
         raise ValueError(
@@ -161,15 +162,15 @@ def _sizes(layout: ParallelConfig) -> dict[str, int]:
     return {"tensor": layout.tensor, "pipeline": layout.pipeline, "expert": layout.expert}
 
 
-def _model_folder(checkpoint: Path, given: Path | None, key: Literal["model", "value_model"]) -> Path:
-    """The folder with config and tokenizer: the given one, or the one that meta.json names under `key`."""
+def _model_folder(
+    checkpoint: Path, given: Path | None, key: Literal["model", "value_model"], option: str
+) -> Path:
+    """The folder with config and tokenizer: given with `option`, or named by meta.json under `key`."""
     if given is not None:
         return given
     named = named_meta(checkpoint).get(key)
     if not named or not Path(named).is_dir():
-        what, option = (
-            ("the model's", "--model") if key == "model" else ("the value model's", "--value-model")
-        )
+        what = "the model's" if key == "model" else "the value model's"
         raise ValueError(
             f"{checkpoint}: {what} folder is {named or 'not told in it'}"
             f"{' and not there' if named else ''}; give {option} FOLDER, for its config and tokenizer"

@@ -30,6 +30,8 @@ def generate(
 ) -> None:
     """Write completions of every row to `path`; the same call again goes on where this one ended.
 
+    A row that cannot be read ends it, or gets a line without completions where `data.on_bad_row` is skip.
+
     Raises:
         ValueError: The file was made with other settings, or the model cannot be used.
         CompletionFailed, EngineFailed: What was written stays.
@@ -122,7 +124,8 @@ async def _predict(
         predictor = Predictor(engine, renderer, plan, rewards)
         # Twice what is decoded at a time keeps the engine full while the oldest row is waited for.
         window = max(2, 2 * rollout.engine.max_num_seqs // plan.samples)
-        await predict(rows, output, predictor.line, window, lambda i, line: told(i, len(rows), line))
+        skip = experiment.data is not None and experiment.data.on_bad_row == "skip"
+        await predict(rows, output, predictor.line, window, lambda i, line: told(i, len(rows), line), skip)
 
 
 def _settings(

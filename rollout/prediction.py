@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from buffer.examples import BadRow
 from buffer.rendering import PromptRefused, Renderer
 from rollout.engine import Engine, Request
 from rollout.groups import Rewards, SamplingPlan
@@ -118,12 +119,31 @@ def _cut_to_whole_lines(path: Path) -> int:
     return lines
 
 
+async def _made(
+    make: Callable[[int, Row], Awaitable[Line]], rows: Sequence[Row] | Any, number: int, skip: bool
+) -> Line:
+    try:
+        row = rows[number]
+    except BadRow as error:
+        if not skip:
+            raise
+        return {"number": number, "row": None, "refused": f"bad_row: {error}", "completions": []}
+    return await make(number, row)
+
+
+def refused_lines(path: Path) -> int:
+    """How many rows of an output got no completions."""
+    with path.open(encoding="utf-8") as file:
+        return sum("refused" in json.loads(line) for line in file)
+
+
 async def predict(
     rows: Sequence[Row] | Any,
     output: Output,
     make: Callable[[int, Row], Awaitable[Line]],
     window: int,
     told: Callable[[int, Line], None] = lambda number, line: None,
+    skip_bad_rows: bool = False,
 ) -> None:
     """Write the lines of all rows that are not done yet.
 
@@ -138,8 +158,10 @@ async def predict(
         make: The line of a row, such as `Predictor.line`.
         window: Rows in hand.
         told: Called with each line once it is written.
+        skip_bad_rows: A row that cannot be read gets a line that says so, and no completions.
 
     Raises:
+        BadRow: A row cannot be read, and is not to be skipped.
         ValueError: The output was made with other settings.
         CompletionFailed, EngineFailed: From `make`.
     """
@@ -150,7 +172,8 @@ async def predict(
         with output.path.open("a", encoding="utf-8") as file:
             while pending or following < len(rows):
                 while following < len(rows) and len(pending) < window:
-                    pending.append((following, asyncio.ensure_future(make(following, rows[following]))))
+                    made = _made(make, rows, following, skip_bad_rows)
+                    pending.append((following, asyncio.ensure_future(made)))
                     following += 1
                 number, line = pending[0][0], await pending[0][1]
                 pending.popleft()

@@ -270,6 +270,8 @@ def test_a_value_model_is_cut_and_converted_beside_its_policy(make, reward_model
     told = checkpoint / "meta.json"
     with pytest.raises(ValueError, match="the value model's folder is not told in it; give --value-model"):
         conversion.reshard(checkpoint, four, TWO_BY_TWO)
+    with pytest.raises(ValueError, match="the value model's folder is not told in it; give --model FOLDER"):
+        conversion.megatron_to_hf(checkpoint, tmp_path / "none", value=True)
     told.write_text(json.dumps(json.loads(told.read_text()) | {"value_model": str(reward_model)}))
     conversion.reshard(checkpoint, four, TWO_BY_TWO)
     halves = StoredTensors(four / "value").stored("decoder.layers.mlp.linear_fc2.weight")
@@ -281,7 +283,7 @@ def test_a_value_model_is_cut_and_converted_beside_its_policy(make, reward_model
     plain = tmp_path / "plain"
     conversion.hf_to_megatron(policy, plain, ParallelConfig())
     with pytest.raises(ValueError, match=r"no value model in it; its run had no learner\.value"):
-        conversion.megatron_to_hf(plain, tmp_path / "none", model=policy, value=True)
+        conversion.megatron_to_hf(plain, tmp_path / "none", value=True)
 
 
 MEASURED = """

@@ -5,10 +5,11 @@ import json
 
 import pytest
 
+from buffer.examples import BadRow
 from buffer.rendering import PromptRefused
 from rollout.engine import CompletionFailed
 from rollout.groups import SamplingPlan
-from rollout.prediction import Output, Predictor, predict
+from rollout.prediction import Output, Predictor, predict, refused_lines
 from rollout.scripted import ScriptedEngine, plain_completion
 from rollout.total_reward import Total
 
@@ -108,3 +109,28 @@ def test_a_row_that_cannot_be_rendered_gets_its_reason_and_no_completions(tmp_pa
         (0.7, 8, 0, 0.9, 5)
     }
     assert len({r.request_id for r in requests}) == 4
+
+
+class OneBadRow(list):
+    """Row 1 cannot be read."""
+
+    def __getitem__(self, number):
+        if number == 1:
+            raise BadRow("not JSON", "a.jsonl:2")
+        return super().__getitem__(number)
+
+
+def test_a_row_that_cannot_be_read_is_skipped_and_counted_or_ends_it(tmp_path):
+    path = tmp_path / "out.jsonl"
+    asyncio.run(predict(OneBadRow(ROWS), output(path), upside_down, 2, skip_bad_rows=True))
+    lines = lines_of(path)
+    assert [line["number"] for line in lines] == list(range(9))
+    assert lines[1] == {
+        "number": 1,
+        "row": None,
+        "refused": "bad_row: a.jsonl:2: not JSON",
+        "completions": [],
+    }
+    assert refused_lines(path) == 1
+    with pytest.raises(BadRow, match=r"a\.jsonl:2: not JSON"):
+        asyncio.run(predict(OneBadRow(ROWS), output(tmp_path / "other.jsonl"), upside_down, 2))
