@@ -18,6 +18,10 @@ from learner.step import Updater
 from learner.stop import StopFlag
 
 
+class LoopMistake(ValueError):
+    """A loop of the user's calls the verbs in an order that trains nothing anybody gets."""
+
+
 class Flow:
     """Of one process, for as long as it trains. Made by `learner/service.py`."""
 
@@ -37,6 +41,7 @@ class Flow:
         version: Where the run starts or resumes.
         """
         self.experiment = experiment
+        self._start = version
         self.version = version
         """Of the policy as it is published; batch `version` is the next one."""
         self.trainable = trainable
@@ -79,7 +84,7 @@ class Flow:
 
         Raises:
             NoBatch: None came for `learner.batch_timeout_s`.
-            RuntimeError: The batch before was not published.
+            LoopMistake: The batch before was not published, or more than once.
         """
         while self.version < self.steps and not self.interrupted:
             with self._reporter.timed("wait_batch"):
@@ -91,8 +96,39 @@ class Flow:
                 self._publishing.publish(self.version)
                 continue
             yield shard
-            if self.version != shard.index + 1:
-                raise RuntimeError(f"the loop asks for another batch before it published batch {shard.index}")
+            self._check_published(shard.index)
+
+    def _check_published(self, index: int) -> None:
+        times = self.version - index
+        if times != 1:
+            found = f"published batch {index} {times} times" if times else f"did not publish batch {index}"
+            raise LoopMistake(
+                f"{self._loop} {found} before it asked for the next one; expected one flow.publish() for "
+                "each batch of flow.batches() (docs/custom.md)"
+            )
+
+    @property
+    def _loop(self) -> str:
+        return f"learner.loop={self.experiment.learner.loop}"
+
+    def check_returned(self) -> None:
+        """Whether a loop that returned has made something of what it was there for.
+
+        Raises:
+            LoopMistake: It trained on its last batch without publishing it, or published nothing at all.
+        """
+        if self.interrupted:
+            return
+        if self._unpublished:
+            raise LoopMistake(
+                f"{self._loop} returned after it trained on batch {self.version} and before it published it; "
+                "expected one flow.publish() for each batch of flow.batches() (docs/custom.md)"
+            )
+        if self.version == self._start < self.steps and not self.data_ended:
+            raise LoopMistake(
+                f"{self._loop} returned after version {self.version} of {self.steps} without making another; "
+                "expected it to go through flow.batches() (docs/custom.md)"
+            )
 
     def update(self, batch: Batch) -> StepReport:
         """Train on the batch as `learner.algorithm` says: `learner.updates_per_batch` optimizer steps.

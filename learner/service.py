@@ -77,6 +77,7 @@ def serve(experiment: LearnerExperiment, connect: Connect, open_sender: OpenSend
         flow.open()
         try:
             loop(flow)
+            flow.check_returned()
         except Abandoned as why:
             logger.info("%s", why)
             flow.abandon()
