@@ -240,14 +240,15 @@ class _Span:
 class Journal:
     """Writes the rows; on global rank 0 only."""
 
-    def __init__(self, run_dir: Path, tensorboard: bool, version: int) -> None:
+    def __init__(self, run_dir: Path, tensorboard: bool, version: int, samples: bool = True) -> None:
         """Args:
         version: Where the run starts or resumes; rows of later steps, which it will make again, are removed.
+        samples: Whether the job has any to write: an offline stage makes no completions.
         """
         run_dir.mkdir(parents=True, exist_ok=True)
         # Kept open: a job that is out of file handles trains on.
         self._metrics = _kept(run_dir / "metrics.jsonl", version)
-        self._samples = _kept(run_dir / "samples.jsonl", version)
+        self._samples = _kept(run_dir / "samples.jsonl", version) if samples else None
         self._board: Any = None
         if tensorboard:
             from torch.utils.tensorboard import SummaryWriter
@@ -265,11 +266,13 @@ class Journal:
     def write_samples(self, step: int, groups: Sequence[Group]) -> None:
         """Some completions of a batch that was trained into version `step`."""
         rows = [_sample(step, g, t) for g in groups[:1] for t in g.trajectories[:SAMPLES]]
+        assert self._samples is not None, "a job that said it had none"
         _append(self._samples, rows)
 
     def close(self) -> None:
         self._metrics.close()
-        self._samples.close()
+        if self._samples is not None:
+            self._samples.close()
         if self._board is not None:
             self._board.close()
 

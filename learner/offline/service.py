@@ -84,7 +84,7 @@ def _assemble(experiment: OfflineExperiment, stop: StopFlag, stack: ExitStack) -
     journal = None
     if parallel.rank() == 0:
         # What was measured before the first step is measured again.
-        journal = Journal(run_dir, experiment.logging.tensorboard, step or -1)
+        journal = Journal(run_dir, experiment.logging.tensorboard, step or -1, samples=False)
     reporter = OfflineReporter(journal)
     stack.callback(reporter.close)
     schedule = CheckpointSchedule(learner.checkpoint)

@@ -393,6 +393,7 @@ def test_the_command_tells_a_bad_row_by_its_place_and_once_mended_trains_to_a_re
     assert done.returncode == 0, done.stdout
     assert "step 2 of 2: loss" in done.stdout
     assert (run.folder / "run/report/loss.png").exists()
+    assert not (run.folder / "run/samples.jsonl").exists(), "it made no completions"
     assert slipstream().stdout.startswith("offline (reward)"), "finished: nothing is trained again"
 
 

@@ -122,6 +122,11 @@ def test_samples_say_what_was_trained(tmp_path):
     )
 
 
+def test_a_job_without_completions_leaves_no_file_for_them(tmp_path):
+    Journal(tmp_path, tensorboard=False, version=0, samples=False).close()
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
 def test_timings_are_taken_once():
     timings = Timings()
     with timings("publish"):
