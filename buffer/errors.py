@@ -48,7 +48,7 @@ class DiskFailed(ValueError):
 
 
 class Fruitless(ValueError):
-    """Prompt after prompt is given up, and no group comes."""
+    """Prompt after prompt is given up, and no group comes, or none that may be trained."""
 
 
 class BufferInUse(ValueError):

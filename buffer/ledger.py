@@ -23,6 +23,9 @@ MAX_FAILURES = 3
 MOST_FRUITLESS = 64
 """So many prompts that failed too often in a row, without a group between them, end the buffer: something
 that every completion needs does not work, and going on would use up the data."""
+MOST_EQUAL = 1024
+"""So many groups in a row, each dropped because its completions were rewarded alike, end the buffer: were one
+in a hundred not so, this would happen once in thirty thousand times. At an eighth it is said in the log."""
 SILENT_S = 15.0
 """No batch waits for a lease not renewed for this long, or for half its time where that is less: its server
 may be dead. Servers renew every 5 s, or every quarter of the lease's time."""
@@ -47,6 +50,10 @@ class Ledger:
         """Prompts dropped since the last group came, or since this was opened: what did not work may have
         been mended meanwhile."""
         self._failing = 0
+        self.equal = 0
+        """Groups in a row, up to the last one, whose completions were each rewarded alike."""
+        self.equal_rewards = (0.0, 0.0)
+        """The least and the greatest of their rewards."""
         self._rows = {"train": queue.rows, "eval": eval_rows}
         self._database = database
         self._timeout_s = timeout_s
@@ -173,9 +180,26 @@ class Ledger:
         """A group came."""
         self.fruitless = self._failing = 0
 
+    def compared(self, rewards: set[float]) -> None:
+        """Of a group that came under dynamic sampling: its different rewards."""
+        if len(rewards) > 1:
+            self.equal = 0
+            return
+        known = self.equal_rewards if self.equal else ()
+        self.equal += 1
+        self.equal_rewards = min({*rewards, *known}), max({*rewards, *known})
+        if self.equal == MOST_EQUAL // 8:
+            logger.warning(
+                "the last %d groups were dropped, the completions of each rewarded alike (%g to %g): %d in a "
+                "row end the buffer", self.equal, *self.equal_rewards, MOST_EQUAL,
+            )  # fmt: skip
+
     def hopeless(self) -> bool:
-        """Whether nothing works: MOST_FRUITLESS prompts failed in a row, or a whole pass over the rows was
-        dropped by whatever rule (a few rows in a row may well be too long)."""
+        """Whether nothing works: MOST_EQUAL groups in a row had nothing to compare, MOST_FRUITLESS prompts
+        failed in a row, or a whole pass over the rows was dropped by whatever rule (a few rows in a row may
+        well be too long)."""
+        if self.equal >= MOST_EQUAL:
+            return True
         return self._failing >= MOST_FRUITLESS or self.fruitless >= max(MOST_FRUITLESS, len(self.queue.rows))
 
     # States

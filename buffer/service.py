@@ -18,6 +18,7 @@ from buffer.config import BufferExperiment
 from buffer.database import RunLock
 from buffer.errors import DiskFailed, Fruitless
 from buffer.keys import server_keys
+from buffer.ledger import MOST_EQUAL
 from buffer.prompts import EVAL_SEED, load_rows, open_prompts
 from buffer.server import BufferServer
 from buffer.store import Sources, Store
@@ -33,7 +34,7 @@ def run(experiment: BufferExperiment) -> None:
     Raises:
         ValueError: The user's mistakes, one line each: data, address, run folder.
         DiskFailed: The run folder cannot be written any more.
-        Fruitless: Every prompt is given up.
+        Fruitless: Every prompt is given up, or no group has rewards that differ under dynamic sampling.
     """
     run_dir = Path(experiment.run_dir)
     try:
@@ -81,11 +82,20 @@ async def _serve(experiment: BufferExperiment, run_dir: Path, sources: Sources) 
     store.close()
     report.close()
     if status["hopeless"]:
-        raise Fruitless(_fruitless(status))
+        raise Fruitless(fruitless(status))
     logger.info("buffer of %s ends: %s", experiment.name, "the run is over" if status["over"] else "stopped")
 
 
-def _fruitless(status: dict[str, Any]) -> str:
+def fruitless(status: dict[str, Any]) -> str:
+    """Why a buffer that is hopeless ends, in one line."""
+    if status["equal"] >= MOST_EQUAL:
+        low, high = status["equal_rewards"]
+        return (
+            f"the completions of each of the last {status['equal']} groups were all rewarded alike "
+            f"({low:g} to {high:g}), and buffer.dynamic_sampling drops such groups, so that no batch comes "
+            "of them: mend rollout.rewards or take prompts of other difficulty, raise rollout.group_size or "
+            "rollout.sampling.temperature, or turn buffer.dynamic_sampling off"
+        )
     causes = ", ".join(f"{name} {n}" for name, n in sorted(status["failed"].items()))
     return (
         f"the last {status['fruitless']} prompts were all given up ({causes} in the whole run) and no group "

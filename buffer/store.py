@@ -197,6 +197,8 @@ class Store:
         group = delivery.group
         self.database.count("delivered")
         rewards = {t.reward for t in group.trajectories}
+        if self._config.dynamic_sampling:
+            self.ledger.compared(rewards)
         if self._config.dynamic_sampling and len(rewards) == 1:
             assembly.insert(self.database, delivery, turn, "dropped", wanted)
             self.ledger.drop(group.prompt_id, "zero_variance")
@@ -332,6 +334,8 @@ class Store:
             "requeued": under(counters, "requeued/"),
             "failed": under(counters, "failed/"),
             "fruitless": self.ledger.fruitless,
+            "equal": self.ledger.equal,
+            "equal_rewards": self.ledger.equal_rewards,
             "hopeless": self.ledger.hopeless(),
             "starvation": starvation(self.database.connection),
             "eval_scores": {str(v): s for v, s in self.evaluations.scores().items()},

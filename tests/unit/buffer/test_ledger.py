@@ -8,8 +8,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from buffer import service
 from buffer.errors import DataExhausted
-from buffer.ledger import MOST_FRUITLESS
+from buffer.groups import decode_delivery, encode_group
+from buffer.ledger import MOST_EQUAL, MOST_FRUITLESS
 
 ROWS, BATCH = 7, 2
 RULES = [
@@ -202,3 +204,35 @@ def test_rows_that_can_never_be_sampled_are_hopeless_after_a_whole_pass_of_them(
     assert not b.store.status()["hopeless"]
     dropped(b, 1, "too_long", requeue=False)
     assert b.store.status()["hopeless"]
+
+
+def test_groups_that_are_all_dropped_as_equal_are_hopeless_after_a_bounded_number(bench, group, caplog):
+    b = bench(rows=9, epochs=None, dynamic_sampling=True)
+    b.do(lambda s: s.published(0))
+
+    def come(count, rewards):
+        with b.store.transaction():
+            for _ in range(count):
+                (lease,) = b.store.lease("server-0", uuid.uuid4().hex, 1)
+                assert b.store.deliver(decode_delivery(*encode_group(group(lease, rewards=rewards))))
+
+    come(MOST_EQUAL - 1, (0.5, 0.5))
+    assert "rewarded alike (0.5 to 0.5): 1024 in a row end the buffer" in caplog.text
+    come(1, (1.0, 0.0))
+    come(MOST_EQUAL - 1, (0.0, 0.0))
+    assert not b.store.status()["hopeless"], "one in between told its completions apart"
+    come(1, (1.0, 1.0))
+    status = b.store.status()
+    assert status["hopeless"]
+    told = service.fruitless(status)
+    assert told.startswith("the completions of each of the last 1024 groups were all rewarded alike (0 to 1)")
+    assert "\n" not in told
+    b.reopen()
+    assert not b.store.status()["hopeless"], "the reward may have been mended"
+
+
+def test_equal_rewards_end_nothing_where_such_groups_are_trained(bench, group):
+    b = bench(rows=9, epochs=None)
+    b.do(lambda s: s.published(0))
+    b.deliver(group(b.lease(1)[0], rewards=(0.0, 0.0)))
+    assert b.store.status()["equal"] == 0
