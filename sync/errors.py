@@ -2,6 +2,7 @@
 
 SyncError
 ├── TransferFailed       no group, or a bucket did not get through in time; blames nobody
+│   └── OutOfHandles     of this process, which cannot open the connections of a group
 ├── ManifestRefused      the tensors on offer are not the server's model
 ├── ChecksumMismatch     a bucket arrived with other bytes than were sent
 ├── LoadFailed           staged weights could not be put into the engine
@@ -20,6 +21,10 @@ class SyncError(Exception):
 
 class TransferFailed(SyncError):
     pass
+
+
+class OutOfHandles(TransferFailed):
+    cause = "handles"
 
 
 class ManifestRefused(SyncError):
@@ -57,9 +62,10 @@ class PublishInterrupted(SyncError):
         self.lost = lost
 
 
-CAUSES = ("transfer", "refused", "checksum", "load")
+CAUSES = ("transfer", "handles", "refused", "checksum", "load")
 BY_CAUSE: dict[str, type[SyncError]] = {
     "transfer": TransferFailed,
+    "handles": OutOfHandles,
     "refused": ManifestRefused,
     "checksum": ChecksumMismatch,
     "load": LoadFailed,

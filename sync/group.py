@@ -4,7 +4,10 @@ A process group of its own, built directly and never the default one, so that it
 learner's training groups or the engine's. Its calls block; callers run them on a thread that they can leave.
 """
 
+import errno
 import logging
+import os
+import resource
 import socket
 import threading
 import time
@@ -18,9 +21,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
-from sync.errors import TransferFailed
+from sync.errors import OutOfHandles, TransferFailed
 
 logger = logging.getLogger(__name__)
+
+
+HANDLES = 16
+"""More than the files that a group of a few ranks has open: the store's connection, gloo's device, peers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +73,14 @@ class BroadcastGroup:
             device: Where the tensors to broadcast will lie; for nccl the GPU of this rank.
 
         Raises:
+            OutOfHandles: This process cannot open the connections; torch would try until the deadline, and
+                whoever waits for this rank could not tell whose fault it was.
             TransferFailed: Not everybody came in time.
         """
+        if short_of_handles():
+            raise OutOfHandles(
+                f"epoch {seat.epoch}: rank {seat.rank}: fewer than {HANDLES} file handles left"
+            )
         timeout = timedelta(seconds=seat.timeout_s)
         try:
             # A connection for each group, for rank 0 too: calls on one wait for each other, so that a group
@@ -114,6 +127,15 @@ class BroadcastGroup:
         """Free what a stuck collective holds. gloo has no such thing: its call ends at its own timeout."""
         if self.seat.backend == "nccl":
             self._process_group.abort()
+
+
+def short_of_handles() -> bool:
+    """Whether this process may open fewer than HANDLES more files, where the system tells."""
+    most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        return most != resource.RLIM_INFINITY and len(os.listdir("/proc/self/fd")) + HANDLES > most
+    except OSError as error:  # the list itself takes a handle; a system without /proc does not tell
+        return error.errno in (errno.EMFILE, errno.ENFILE)
 
 
 class Connecting:

@@ -138,6 +138,14 @@ class Membership:
             return member.failure
         return None
 
+    def suspects(self, attempt: int, expected: int) -> list[Member]:
+        """Who may be to blame that an attempt failed which began with `expected` members: nobody where one of
+        them is out already; else those that said so; else all, since whoever hung has answered again."""
+        members = self.of(attempt)
+        if len(members) < expected:
+            return []
+        return [member for member in members if member.failure] or members
+
     def count_failed_transfer(self, member: Member) -> bool:
         """Whether that was one too many."""
         member.failed_transfers += 1

@@ -17,7 +17,7 @@ from sync.addresses import host_of, require_loopback
 from sync.buckets import combine, pack
 from sync.config import SyncConfig
 from sync.control import Control
-from sync.errors import PublishInterrupted, TransferFailed
+from sync.errors import OutOfHandles, PublishInterrupted, TransferFailed
 from sync.group import BroadcastGroup, Connecting, Seat, listen
 from sync.keys import PublisherKeys
 from sync.manifest import Manifest, TensorSpec
@@ -27,6 +27,9 @@ from sync.sender import BucketMemory, BucketSender
 from sync.wire import Abort, Prepare
 
 logger = logging.getLogger(__name__)
+
+OUT_OF_HANDLES_S = 1.0
+"""Between two attempts of a learner that cannot open a group's connections."""
 
 
 class Publisher:
@@ -195,6 +198,12 @@ class Publisher:
                 return None
             try:
                 return self._try_group(targets, version, manifest)
+            except OutOfHandles as failure:
+                # Our own: nobody is to blame, and whoever lacks the version gets it once there are some.
+                logger.warning("sync: no group for version %d: %s", version, failure)
+                self._abort(str(failure), blame=False)
+                self._control.wait(lambda: False, OUT_OF_HANDLES_S)
+                return None
             except TransferFailed as failure:
                 logger.warning("sync: no group for version %d: %s", version, failure)
                 self._abort(str(failure))
@@ -283,8 +292,11 @@ class Publisher:
         report.size_bytes = manifest.stream_bytes
         report.transfer_seconds = time.monotonic() - started
 
-    def _abort(self, reason: str) -> None:
-        """Give an attempt up: everybody drops it, and who does not say so in time was the one that hung."""
+    def _abort(self, reason: str, blame: bool = True) -> None:
+        """Give an attempt up: everybody drops it, and who does not say so in time was the one that hung.
+
+        Where nobody hung, whoever may be to blame is blamed a little, unless `blame` is false.
+        """
         attempt = self._attempt
         if self._group is not None:
             self._group.abort()
@@ -296,9 +308,8 @@ class Publisher:
         with self._control.changed:
             stuck = self._members.undropped(attempt)
             self._control.evict(stuck, f"no answer to ABORT within {self._answer_timeout_s:g} s ({reason})")
-            if not stuck and len(self._members.of(attempt)) == len(self._seated):
-                for member in self._members.of(attempt):  # nobody to blame, so everybody a little
-                    self._blame(member)
+            for member in self._members.suspects(attempt, len(self._seated)) if blame else ():
+                self._blame(member)
 
     def _blame(self, member: Member) -> None:
         if member.phase != "loaded" and self._members.count_failed_transfer(member):

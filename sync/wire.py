@@ -24,7 +24,7 @@ import msgpack  # pyright: ignore[reportMissingTypeStubs]
 from sync.errors import CAUSES
 from sync.manifest import Manifest
 
-SCHEMA = 2
+SCHEMA = 3
 """Grows whenever a message changes; a server of another schema is refused with the reason."""
 
 MAX_MESSAGE_BYTES = 256 << 20

@@ -1,10 +1,12 @@
 """Publishing to real processes over real gloo and ZeroMQ while they join, die, stall and come back."""
 
 import asyncio
+import os
 import signal
 import time
 
 import pytest
+from no_handles import none_left
 
 from sync.config import SyncConfig
 from sync.errors import LoadFailed, PublishInterrupted
@@ -270,3 +272,27 @@ def test_a_server_that_cannot_take_versions_asks_less_and_less_often_and_says_so
     told = [r.message for r in caplog.records if r.name == "sync.receiver" and r.levelname == "WARNING"]
     assert [text for text in told if "could not be taken" in text] == told[:1]
     assert len(told) == 2
+
+
+def test_a_server_without_file_handles_costs_only_itself(start_server, make_publisher, weights):
+    """It says so itself: nobody else is blamed for a group that was never connected."""
+    well, short = start_server("well"), start_server("short")
+    publisher = make_publisher()
+    assert publisher.wait_for_members(2, 30)
+    with none_left(os.getpid()):
+        report, _ = publish(publisher, 0, weights(0))
+        assert (report.members, report.lost) == ([], []), "the learner's own fault"
+    with none_left(short.process.pid):
+        report, interruptions = publish(publisher, 1, weights(1))
+        assert (report.members, interruptions) == (["well"], 0)
+        assert well.expect("loaded", version=1)["sums"] == weights(1).sums
+        ((name, reason),) = report.lost
+        assert name == "short"
+        assert "file handles" in reason
+        report, _ = publish(publisher, 2, weights(2))
+        assert report.members == ["well"]
+    deadline = time.monotonic() + 40
+    while "short" not in report.members and time.monotonic() < deadline:
+        report, _ = publish(publisher, 2, weights(2))
+        time.sleep(0.2)
+    assert short.expect("loaded", version=2)["sums"] == weights(2).sums

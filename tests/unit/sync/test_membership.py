@@ -59,6 +59,23 @@ def test_only_a_failure_that_is_the_members_own_evicts_it():
     members.asked([a], attempt=1)
     assert members.failed(a, Failed(1, "transfer", "connection closed by peer")) is None
     assert members.failed(a, Failed(1, "checksum", "bucket 2")) == "checksum: bucket 2"
+    assert members.failed(a, Failed(1, "handles", "none left")) == "handles: none left"
+
+
+def test_only_those_are_suspected_of_whom_it_can_be_known():
+    members = joined("a", "b", "c")
+    a, b, c = (member(members, name) for name in "abc")
+    members.asked([a, b, c], attempt=1)
+    for each in (a, b, c):
+        members.dropped(each, 1)
+    assert members.suspects(1, 3) == [a, b, c], "nobody said what was wrong"
+    members.asked([a, b, c], attempt=2)
+    assert members.failed(b, Failed(2, "transfer", "connection refused")) is None
+    for each in (a, b, c):
+        members.dropped(each, 2)
+    assert members.suspects(2, 3) == [b]
+    members.evict(c, "silent")
+    assert members.suspects(2, 3) == [], "the one that is out was it"
 
 
 def test_transfers_that_keep_failing_evict_in_the_end_but_success_clears_the_count():

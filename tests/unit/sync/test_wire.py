@@ -32,22 +32,22 @@ def test_every_kind_has_an_example_above():
     assert {type(message) for message in MESSAGES} == set(wire.KINDS.values())
 
 
-def test_bytes_of_schema_2_still_decode():
-    stored = msgpack.packb({"kind": "JOIN", "schema": 2, "run_id": "r", "name": "n", "world_size": 1})
-    assert wire.decode(stored) == wire.Join(2, "r", "n", 1)
+def test_bytes_of_schema_3_still_decode():
+    stored = msgpack.packb({"kind": "JOIN", "schema": 3, "run_id": "r", "name": "n", "world_size": 1})
+    assert wire.decode(stored) == wire.Join(3, "r", "n", 1)
 
 
 @pytest.mark.parametrize(
     ("values", "field"),
     [
         ({"kind": "JOIN", "schema": 1, "anything": 1}, "schema: 1"),
-        ({"kind": "JOIN", "schema": 2, "run_id": "r", "name": "n"}, "JOIN: expected the fields"),
-        ({"kind": "JOIN", "schema": 2, "run_id": 5, "name": "n", "world_size": 1}, "run_id"),
-        ({"kind": "JOIN", "schema": 2, "run_id": "r", "name": "n" * 300, "world_size": 1}, "name"),
-        ({"kind": "JOIN", "schema": 2, "run_id": "r", "name": "n", "world_size": 0}, "world_size"),
+        ({"kind": "JOIN", "schema": 3, "run_id": "r", "name": "n"}, "JOIN: expected the fields"),
+        ({"kind": "JOIN", "schema": 3, "run_id": 5, "name": "n", "world_size": 1}, "run_id"),
+        ({"kind": "JOIN", "schema": 3, "run_id": "r", "name": "n" * 300, "world_size": 1}, "name"),
+        ({"kind": "JOIN", "schema": 3, "run_id": "r", "name": "n", "world_size": 0}, "world_size"),
         ({"kind": "READY", "attempt": True}, "attempt"),
         ({"kind": "FAILED", "attempt": 1, "cause": "mood", "reason": ""}, "cause"),
-        ({"kind": "WELCOME", "schema": 2, "heartbeat_timeout_s": -1}, "heartbeat_timeout_s"),
+        ({"kind": "WELCOME", "schema": 3, "heartbeat_timeout_s": -1}, "heartbeat_timeout_s"),
         ({"kind": "SHUTDOWN"}, "kind"),
         ([1, 2], "expected a map"),
     ],
