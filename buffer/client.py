@@ -4,6 +4,7 @@
 and `buffer/memory.py` has the same over a store in this process.
 """
 
+import asyncio
 import logging
 import time
 from collections.abc import Sequence
@@ -75,6 +76,8 @@ class BufferClient:
         self._name = name
         self._deadline_s = deadline_s
         self._abandoned: list[tuple[int, str]] = []
+        self._asked: dict[tuple[int, int, int], asyncio.Task[Answer]] = {}
+        """For shards that may be on their way, by batch, rank and ranks."""
         self._max_message_bytes: int | None = None
 
     async def __aenter__(self) -> Self:
@@ -84,6 +87,9 @@ class BufferClient:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        for asked in self._asked.values():
+            asked.cancel()
+        await asyncio.gather(*self._asked.values(), return_exceptions=True)
         await self._requester.__aexit__(kind, error, trace)
 
     # Rollout
@@ -156,21 +162,42 @@ class BufferClient:
     # Learner
 
     async def batch(self, index: int, dp_rank: int, dp_size: int, timeout_s: float) -> Batch | None:
-        """One rank's shard of batch `index`; None when it is not ready within `timeout_s`.
+        """One rank's shard of batch `index`; None when it is not here within `timeout_s`.
+
+        One that is on its way is not asked for again: another call waits for the same, however slow the line.
 
         Raises:
             DataExhausted: No full batch can ever come.
             BatchForgotten: A checkpoint with its effect was confirmed.
         """
         deadline = time.monotonic() + timeout_s
+        shard = index, dp_rank, dp_size
         while True:
-            wait_s = max(0.0, min(POLL_S, deadline - time.monotonic()))
-            fields = {"index": index, "dp_rank": dp_rank, "dp_size": dp_size, "wait_s": wait_s}
-            answer = await self._poll("batch", fields, new_id(), deadline)
-            if answer is not None and flag(answer[0], "ready"):
-                return _batch(*answer)
+            asked = self._asked.get(shard) or self._ask_for(shard, deadline)
+            await asyncio.wait([asked], timeout=max(0.0, deadline - time.monotonic()) + GRACE_S)
+            if asked.done():
+                self._asked.pop(shard, None)
+                answer = self._answer_of(asked)
+                if answer is not None and flag(answer[0], "ready"):
+                    return _batch(*answer)
             if time.monotonic() >= deadline:
                 return None
+
+    def _ask_for(self, shard: tuple[int, int, int], deadline: float) -> "asyncio.Task[Answer]":
+        wait_s = max(0.0, min(POLL_S, deadline - time.monotonic()))
+        index, dp_rank, dp_size = shard
+        fields = {"index": index, "dp_rank": dp_rank, "dp_size": dp_size, "wait_s": wait_s}
+        self._asked[shard] = asyncio.create_task(self._call("batch", fields, wait_s=wait_s))
+        return self._asked[shard]
+
+    def _answer_of(self, asked: "asyncio.Task[Answer]") -> Answer | None:
+        """None where none came, and yet the buffer was heard."""
+        try:
+            return asked.result()
+        except Unreachable:
+            if time.monotonic() - self._requester.heard > self._deadline_s:
+                raise
+            return None
 
     async def published(self, version: int) -> None:
         """Every live server holds `version`."""

@@ -21,9 +21,13 @@ from buffer.keys import ClientKeys
 
 logger = logging.getLogger(__name__)
 
-RESEND_S = 5.0
-"""Unanswered for this long, a request is sent again; each further time twice as long."""
-LONGEST_RESEND_S = 30.0
+TELL_S = 5.0
+"""Unanswered for this long, a request is worth a line in the log; each further time twice as long."""
+LONGEST_TELL_S = 30.0
+RESEND_S = 60.0
+"""Unanswered for this long, a request is sent again; each further time twice as long. So late, because what a
+broken connection lost goes out again as soon as there is a new one, and one that holds loses nothing, while a
+large request, or its answer, may well be on a slow line."""
 
 HANDSHAKES = (
     zmq.EVENT_HANDSHAKE_SUCCEEDED
@@ -40,13 +44,14 @@ Answer = tuple[dict[str, Any], list[memoryview]]
 class _Pending:
     message: Sequence[Frame]
     answer: "asyncio.Future[Answer]"
+    sent: bool = False
 
 
 class Requester:
     """A DEALER socket; calls may run side by side, all of one event loop.
 
-    Every request must be safe to repeat. It goes out again when its answer is late, and at once when the
-    connection comes back: a service that was killed and restarted costs time only.
+    Every request must be safe to repeat. It goes out again at once when the connection comes back, and when
+    its answer is very late: a service that was killed and restarted costs time only.
 
     Args:
         peer: What the other side is called, for messages.
@@ -142,18 +147,21 @@ class Requester:
         pending = _Pending(message, asyncio.get_running_loop().create_future())
         self._pending[request_id] = pending
         started = time.monotonic()
-        pause = max(RESEND_S, expected_s)
+        tell_at, resend_at = started + max(TELL_S, expected_s), started + max(RESEND_S, expected_s)
         try:
-            while True:
-                left = deadline - time.monotonic()
-                if await self._answered(pending, min(pause, left)):
-                    return pending.answer.result()
-                waited = time.monotonic() - started
-                if left <= pause:
+            while not await self._answered(pending, min(tell_at, resend_at, deadline)):
+                now = time.monotonic()
+                waited = now - started
+                if now >= deadline:
                     told = f"no answer to {what} within {waited:.0f} s{self._suspicion()}"
                     raise Unreachable(f"{self._peer}: {told}")
-                self._tell(what, waited)
-                pause = min(2 * pause, LONGEST_RESEND_S)
+                if now >= tell_at:
+                    self._tell(what, waited)
+                    tell_at = now + min(waited, LONGEST_TELL_S)
+                if now >= resend_at:
+                    pending.sent = False
+                    resend_at = now + waited
+            return pending.answer.result()
         finally:
             del self._pending[request_id]
 
@@ -174,7 +182,7 @@ class Requester:
     def _tell(self, what: str, waited_s: float) -> None:
         """Say for whom requests wait: once for all that were sent at about the same time."""
         now = time.monotonic()
-        if now - self._told >= RESEND_S / 2:
+        if now - self._told >= TELL_S / 2:
             self._told = now
             told = f"({what}, {waited_s:.0f} s){self._suspicion()}"
             self._logger.warning("waiting for %s %s", self._peer, told)
@@ -184,11 +192,13 @@ class Requester:
             return ""
         return "; it ends every handshake: the keys of the two sides (security.keys) may not match"
 
-    async def _answered(self, pending: _Pending, wait_s: float) -> bool:
-        """Send once, and wait; while nobody takes what is sent, that may wait too."""
+    async def _answered(self, pending: _Pending, until: float) -> bool:
+        """Send where that is to be done, and wait; while nobody takes what is sent, that may wait too."""
         with suppress(TimeoutError):
-            async with asyncio.timeout(wait_s):
-                await self._send(pending)
+            async with asyncio.timeout(until - time.monotonic()):
+                if not pending.sent:
+                    await self._send(pending)
+                    pending.sent = True
                 await asyncio.wait([pending.answer])
         return pending.answer.done()
 

@@ -1,6 +1,7 @@
 """The real service and the real client over ZeroMQ: what is refused, what is waited for, how it ends."""
 
 import asyncio
+import contextlib
 import json
 import re
 import signal
@@ -17,7 +18,8 @@ import zmq
 import zmq.asyncio
 from no_handles import none_left
 
-from buffer import wire
+from buffer import client as client_module
+from buffer import requester, wire
 from buffer.client import BufferClient, RunFinished
 from buffer.errors import BadMessage, Unreachable, WrongRun
 from buffer.handles import LOOK_S
@@ -293,3 +295,57 @@ def test_it_ends_by_itself_once_every_server_was_told(service):
 
     asyncio.run(asyncio.wait_for(run(), 30))
     assert process.wait(15) == 0
+
+
+@contextlib.asynccontextmanager
+async def slow_line(to, bytes_per_second):
+    """A port before the address `to`, answers at so many bytes a second; and a list of how many came."""
+    host, _, port = to.removeprefix("tcp://").rpartition(":")
+    carried = []
+
+    async def carry(reader, writer, slow):
+        with contextlib.suppress(ConnectionError):
+            while data := await reader.read(8192):
+                if slow:
+                    carried.append(len(data))
+                    await asyncio.sleep(len(data) / bytes_per_second)
+                writer.write(data)
+                await writer.drain()
+            writer.close()
+
+    async def connect(reader, writer):
+        back, there = await asyncio.open_connection(host, int(port))
+        await asyncio.gather(carry(reader, there, False), carry(back, writer, True))
+
+    server = await asyncio.start_server(connect, "127.0.0.1", 0)
+    try:
+        yield f"tcp://127.0.0.1:{server.sockets[0].getsockname()[1]}", carried
+    finally:
+        server.close()
+
+
+def test_a_shard_on_a_slow_line_is_sent_once_however_often_it_is_waited_for(service, monkeypatch):
+    monkeypatch.setattr(client_module, "POLL_S", 0.2)
+    monkeypatch.setattr(client_module, "GRACE_S", 0.2)
+    monkeypatch.setattr(requester, "TELL_S", 0.2)
+    address, start, _ = service
+    start()
+
+    async def go():
+        async with AsyncExitStack() as opened:
+            slow, carried = await opened.enter_async_context(slow_line(address, bytes_per_second=100_000))
+            rollout, learner = [await opened.enter_async_context(client) for client in both(address)]
+            distant = await opened.enter_async_context(BufferClient(slow, "learner", "run", "rank-1"))
+            await learner.published(0)
+            for lease in await rollout.lease(2, 10):
+                assert await rollout.deliver(made_group(lease, tokens=10_000))
+            waits = 1
+            async with asyncio.timeout(30):
+                while (batch := await distant.batch(0, 0, 1, 0.2)) is None:
+                    waits += 1
+            return batch, waits, sum(carried), (await learner.status())["groups_out"]
+
+    batch, waits, carried, sent = asyncio.run(go())
+    assert len(batch.groups) == sent == 2
+    assert waits > 3, "it took several times as long as one question for it"
+    assert carried < 1.2 * 2 * 10_000 * 13, "13 bytes a token"

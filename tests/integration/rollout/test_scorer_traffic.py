@@ -153,7 +153,7 @@ def test_another_runs_server_or_another_reward_is_refused(address, stranger, tol
 
 
 def test_a_scorer_that_is_not_there_is_waited_for_by_name_until_a_deadline(address, monkeypatch, caplog):
-    monkeypatch.setattr(requester, "RESEND_S", 0.2)
+    monkeypatch.setattr(requester, "TELL_S", 0.2)
 
     async def go():
         async with client(address) as scorer:
@@ -172,7 +172,7 @@ def test_a_scorer_that_is_not_there_is_waited_for_by_name_until_a_deadline(addre
 def test_many_that_wait_for_one_scorer_say_so_once_and_not_while_they_stand_in_line(
     address, monkeypatch, caplog
 ):
-    monkeypatch.setattr(requester, "RESEND_S", 0.2)
+    monkeypatch.setattr(requester, "TELL_S", 0.2)
     monkeypatch.setattr(scorer_client, "QUEUE_S", 0.7)
 
     async def go():
@@ -197,7 +197,7 @@ def test_a_scorer_that_is_started_again_answers_what_its_predecessor_was_asked(a
                 asked = [asyncio.create_task(scorer.score(ids(i))) for i in (2, 4)]
                 while dying.metrics()["in_hand"] < 2:  # noqa: ASYNC110
                     await asyncio.sleep(0.01)
-            async with serving(address), asyncio.timeout(requester.RESEND_S - 1):
+            async with serving(address), asyncio.timeout(4):
                 return await asyncio.gather(*asked)
 
     assert asyncio.run(go()) == [-1.0, -2.0]

@@ -44,6 +44,7 @@ def world():
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch):
     monkeypatch.setattr(requester, "RESEND_S", 0.3)
+    monkeypatch.setattr(requester, "TELL_S", 0.3)
     monkeypatch.setattr(client_module, "BUSY_S", 0.3)
     monkeypatch.setattr(client_module, "RETRY_S", 0.1)
     monkeypatch.setattr(client_module, "TELL_S", 0.0)
