@@ -14,6 +14,8 @@ VALUE = "value"
 """The folder of the value model, in a checkpoint of a run that has one."""
 EMA = "ema"
 """The folder of the averaged weights, likewise."""
+LOADED = (".distcp", ".metadata")
+"""How the names of files end that torch's loader opens."""
 
 
 class DamagedCheckpoint(ValueError):
@@ -69,7 +71,7 @@ def verify(path: Path) -> None:
     """Compare a checkpoint's files with its meta.json.
 
     Raises:
-        DamagedCheckpoint: Names the first file that is missing or differs.
+        DamagedCheckpoint: Names the first file that is missing, differs, or would be loaded unchecked.
     """
     expected = read_meta(path)["files"]
     found = dict(_digests(path))
@@ -78,6 +80,9 @@ def verify(path: Path) -> None:
             raise DamagedCheckpoint(f"{path}/{name} is missing")
         if found[name] != facts:
             raise DamagedCheckpoint(f"{path / name} is not what was written")
+    for name in found:
+        if name not in expected and name.endswith(LOADED):
+            raise DamagedCheckpoint(f"{path / name} is not named in {META}")
 
 
 def read_meta(path: Path) -> dict[str, Any]:

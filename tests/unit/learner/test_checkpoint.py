@@ -53,6 +53,15 @@ def test_what_lies_in_a_folder_of_it_is_part_of_it(tmp_path):
         verify(path)
 
 
+def test_what_would_be_loaded_and_is_not_named_is_not_whole(written):
+    path = written(10)
+    (path / "notes.txt").write_text("nobody loads this")
+    verify(path)
+    (path / "__0_0.distcp").write_bytes(b"weights of another checkpoint")
+    with pytest.raises(DamagedCheckpoint, match=r"__0_0.distcp is not named in meta.json"):
+        verify(path)
+
+
 @pytest.mark.parametrize("damage", ["flip", "cut", "remove", "meta"])
 def test_every_kind_of_damage_is_found(written, damage):
     path = written(10)
