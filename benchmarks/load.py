@@ -7,6 +7,8 @@ learner is slow, and the servers have to wait for it. What is trained is checked
 than the bound. Then members join a publisher over gloo (`load_members.py`), and every one receives versions.
 
     python benchmarks/load.py [--total 10000000] [--seconds 900] [--clients 256] [--readers 64]
+
+Writes benchmarks/results/load.json and its picture in docs/pictures/.
 """
 
 import argparse
@@ -33,6 +35,9 @@ MAX_STALENESS = 3
 PAUSE_S = 1.0
 """Between two batches of a slow learner."""
 SAMPLE_S = 1.0
+SERIES_S = 20.0
+"""Of the samples the highest in each of so many seconds are kept."""
+PICTURE = Path("docs/pictures/load.png")
 CLIENTS = Path(__file__).with_name("load_clients.py")
 Sample = dict[str, float]
 COUNTED = ("stored", "leased", "waiting_leases", "groups_in", "evicted", "duplicates")
@@ -133,6 +138,7 @@ def measure_buffer(options: argparse.Namespace) -> dict[str, Any]:
         "flow": told(flow, took["phases"][0], options.group_size),
         "slow": told(slow, took["phases"][1], options.group_size),
         "metrics_mib": round(metrics_mib, 2),
+        "series": series(samples, options.group_size),
     }  # fmt: skip
 
 
@@ -163,6 +169,7 @@ def told(samples: list[Sample], phase: list[Any], group_size: int) -> dict[str, 
                     "max": round(max(s["rss_mib"] for s in samples), 1)},
         "rss_late_mib": round(last["rss_mib"] - late[0]["rss_mib"], 1),
         "rss_slope_mib_per_minute": slope(late, "rss_mib"),
+        "rss_slope_bytes_per_trajectory": per_trajectory(late, group_size),
         "database_mib": {"last": round(last["database_mib"], 1),
                          "slope_per_minute": slope(late, "database_mib")},
         "log_mib": {"max": round(max(s["log_mib"] for s in samples), 1),
@@ -184,6 +191,53 @@ def slope(samples: list[Sample], key: str) -> float:
     times = np.array([s["time"] for s in samples])
     fit = np.polyfit((times - times[0]) / 60, [s[key] for s in samples], 1)
     return round(float(fit[0]), 3)
+
+
+def per_trajectory(samples: list[Sample], group_size: int) -> float:
+    """Bytes of resident memory that each more trajectory took, by least squares."""
+    came = group_size * np.array([s["groups_in"] for s in samples])
+    if came[-1] == came[0]:
+        return 0.0
+    fit = np.polyfit(came - came[0], [2**20 * s["rss_mib"] for s in samples], 1)
+    return round(float(fit[0]), 3)
+
+
+def series(samples: list[Sample], group_size: int) -> dict[str, list[float]]:
+    """What is drawn, of both phases: seconds since the first sample, trajectories so far, and MiB."""
+    began = samples[0]["time"]
+    windows: dict[int, list[Sample]] = {}
+    for sample in samples:
+        windows.setdefault(int((sample["time"] - began) / SERIES_S), []).append(sample)
+    kept = [windows[number] for number in sorted(windows)]
+    highest = {
+        key: [round(max(s[key] for s in window)) for window in kept]
+        for key in ("rss_mib", "database_mib", "log_mib")
+    }
+    return {
+        "seconds": [round(window[-1]["time"] - began) for window in kept],
+        "trajectories_in": [round(group_size * window[-1]["groups_in"]) for window in kept],
+        **highest,
+    }
+
+
+def draw(found: dict[str, list[float]]) -> None:
+    from launch.plots import STYLE, plt
+
+    with plt.rc_context({**STYLE, "font.size": 9, "axes.titlesize": 10, "lines.linewidth": 1.4}):
+        figure, (memory, count) = plt.subplots(1, 2, layout="constrained", figsize=(9, 3))
+        for key, label in (
+            ("rss_mib", "resident memory"), ("database_mib", "database"), ("log_mib", "its write-ahead log"),
+        ):  # fmt: skip
+            memory.plot(found["seconds"], found[key], label=label)
+        memory.set_title("MiB of the buffer")
+        memory.legend()
+        count.plot(found["seconds"], np.array(found["trajectories_in"]) / 1e6)
+        count.set_title("million trajectories delivered")
+        for axes in (memory, count):
+            axes.set_ylim(bottom=0)
+            axes.set_xlabel("seconds")
+        figure.savefig(PICTURE, dpi=80)
+        plt.close(figure)
 
 
 def main() -> None:
@@ -210,6 +264,8 @@ def main() -> None:
         Path(options.out).write_text(json.dumps(found, indent=2) + "\n")
     else:
         write_result("load", found)
+        if options.clients:
+            draw(found["buffer"]["series"])
 
 
 if __name__ == "__main__":
