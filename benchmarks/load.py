@@ -202,7 +202,7 @@ def per_trajectory(samples: list[Sample], group_size: int) -> float:
     return round(float(fit[0]), 3)
 
 
-def series(samples: list[Sample], group_size: int) -> dict[str, list[float]]:
+def series(samples: list[Sample], group_size: int) -> dict[str, list[int]]:
     """What is drawn, of both phases: seconds since the first sample, trajectories so far, and MiB."""
     began = samples[0]["time"]
     windows: dict[int, list[Sample]] = {}
@@ -220,7 +220,7 @@ def series(samples: list[Sample], group_size: int) -> dict[str, list[float]]:
     }
 
 
-def draw(found: dict[str, list[float]]) -> None:
+def draw(found: dict[str, list[int]]) -> None:
     from launch.plots import STYLE, plt
 
     with plt.rc_context({**STYLE, "font.size": 9, "axes.titlesize": 10, "lines.linewidth": 1.4}):

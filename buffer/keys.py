@@ -77,9 +77,11 @@ class ServerKeys:
         """ZeroMQ's question whether a connection may be, answered; the peer's messages then bear its role.
 
         Args:
-            question: Version, id, domain, address, identity, mechanism and the client's public key.
+            question: Version, id, domain, address, identity, mechanism and the client's public key; with
+                fewer frames the answer is a no.
         """
-        version, request_id, domain, _, _, mechanism, *credentials = question
+        whole = [*question, *[b""] * (6 - len(question))]
+        version, request_id, domain, _, _, mechanism, *credentials = whole
         known = (version, domain, mechanism) == (b"1.0", DOMAIN, b"CURVE") and len(credentials) == 1
         role = self.admitted.get(credentials[0]) if known else None
         if role is None:

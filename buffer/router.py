@@ -68,7 +68,7 @@ class Router:
                 self._refused += 1
                 if time.monotonic() - told > TELL_S:
                     told = time.monotonic()
-                    who = question[3].decode(errors="replace")
+                    who = b"".join(question[3:4]).decode(errors="replace")
                     told_of = (self._key, who, self._refused)
                     logger.warning("%s: %s has no key that is admitted (%d so far)", *told_of)
 

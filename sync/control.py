@@ -177,7 +177,7 @@ class Control:
             self._refused += 1
             if time.monotonic() - self._refusal_told > TELL_S:
                 self._refusal_told = time.monotonic()
-                who = question[3].decode(errors="replace")
+                who = b"".join(question[3:4]).decode(errors="replace")
                 logger.warning("sync: %s has no key that is admitted (%d so far)", who, self._refused)
 
     def _send_all(self) -> None:

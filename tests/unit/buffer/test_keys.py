@@ -149,3 +149,11 @@ def test_only_a_known_curve_key_is_admitted(folder, question):
         curve = [*question[:5], b"CURVE", known]
         assert keys.verdict(curve) == [b"1.0", b"1", b"200", b"admitted", role.encode(), b""]
         assert keys.verdict([*question[:2], b"other", *curve[3:]])[2] == b"400"
+
+
+def test_a_question_with_frames_missing_is_answered_with_a_no(folder):
+    keys = server_keys(str(folder), "buffer")
+    question = [b"1.0", b"1", b"slipstream", b"", b"", b"CURVE", *list(keys.admitted)[:1]]
+    assert keys.verdict(question)[2] == b"200"
+    for count in range(7):
+        assert keys.verdict(question[:count])[2] == b"400"
