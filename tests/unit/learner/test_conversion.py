@@ -19,6 +19,7 @@ from transformers import (
 )
 
 from learner import conversion
+from learner.checkpoint_files import complete
 from learner.config import ParallelConfig
 from learner.megatron_folder import Chunk, StoredTensors
 
@@ -267,6 +268,8 @@ def test_a_value_model_is_cut_and_converted_beside_its_policy(make, reward_model
     conversion.hf_to_megatron(policy, checkpoint, ParallelConfig())
     conversion.hf_to_megatron(reward_model, checkpoint / "value", ParallelConfig())
     (checkpoint / "value/meta.json").unlink()
+    facts = json.loads((checkpoint / "meta.json").read_text())
+    complete(checkpoint.rename(tmp_path / "partial"), checkpoint, facts)
     told = checkpoint / "meta.json"
     with pytest.raises(ValueError, match="the value model's folder is not told in it; give --value-model"):
         conversion.reshard(checkpoint, four, TWO_BY_TWO)
