@@ -304,12 +304,9 @@ def tune(
     ] = 0.0,
 ) -> None:
     """Predict throughput, idle time and staleness over max_staleness, servers and batch size."""
-    from launch.terminal import open_console
-    from learner.commandline import quiet_megatron
-
-    quiet_megatron()  # before it is imported by the next line
     from launch import tuning_screen
     from launch.experiment import read
+    from launch.terminal import open_console
 
     if (generate_seconds is None) != (train_seconds is None):
         raise ValueError("--generate-seconds and --train-seconds: expected both, or neither and a run")
@@ -376,6 +373,11 @@ def hf_to_megatron(
     dtype: Dtype = None,
 ) -> None:
     """Weights for `learner.init_from`, from a Hugging Face folder."""
+    from learner import families
+    from learner.checkpoint_files import refuse_existing
+
+    refuse_existing(target)  # here and below: before torch is imported
+    families.read(source, families.own_head(source))
     from learner import conversion
 
     conversion.hf_to_megatron(source, target, _layout(tensor, pipeline, expert), dtype)
@@ -394,10 +396,14 @@ def megatron_to_hf(
     ] = False,
 ) -> None:
     """A Hugging Face folder, from any checkpoint."""
-    from learner import conversion
+    from learner.checkpoint_files import named_meta, refuse_existing
 
     if averaged and value:
         raise ValueError("--averaged is of the policy and --value the value model; give one of them")
+    refuse_existing(target)
+    named_meta(checkpoint)
+    from learner import conversion
+
     conversion.megatron_to_hf(checkpoint, target, model, dtype, averaged, value)
     typer.echo(f"written: {target}")
 
@@ -413,6 +419,10 @@ def reshard(
     value_model: Annotated[Path | None, typer.Option(help="The same of PPO's value model.")] = None,
 ) -> None:
     """The same checkpoint, optimizer too, stored as another layout would have written it."""
+    from learner.checkpoint_files import named_meta, refuse_existing
+
+    refuse_existing(target)
+    named_meta(checkpoint)
     from learner import conversion
 
     conversion.reshard(checkpoint, target, _layout(tensor, pipeline, expert), model, value_model)

@@ -51,12 +51,12 @@ def diagnose(config: Path | None = None, overrides: list[str] | None = None) -> 
     Raises:
         ConfigError: The experiment has a mistake.
     """
+    experiment = read(config, overrides or []) if config else None  # a mistake in it is told at once
     findings = [_python(), _cores(), _memory(), _disk(), _packages_of_the_repo()]
     findings += [_module(module, names) for module, names in MODULES.items()]
     findings += [_torch(), *_clashes(), _gpus()]
     listening = {"buffer.address": BufferConfig().address, "sync.address": SyncConfig().address}
-    if config:
-        experiment = read(config, overrides or [])
+    if experiment is not None:
         listening = addresses(experiment)
         findings.append(
             Finding("ok", "experiment", f"{config}: no mistakes found, model {experiment.model.path}")

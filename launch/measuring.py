@@ -14,7 +14,7 @@ from launch import local
 from launch.experiment import WholeExperiment
 from launch.history import History
 from launch.tuning import Alone, alone
-from learner.alone import RECORDED
+from learner.config import RECORDED
 
 SERVERS, FEW, LEARNER = "alone/servers", "alone/servers-few", "alone/learner"
 """Folders in the run's."""

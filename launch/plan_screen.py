@@ -1,13 +1,18 @@
 """A plan for people, one table, and for programs, one JSON object."""
 
 import json
+from collections.abc import Iterator
 from typing import Any
 
 from rich.console import Console
+from rich.measure import Measurement
 from rich.table import Table
 
 from launch.plan import GIB, Plan, RankKind
 from launch.plan_changes import changes
+
+NUMBER = 8
+"""Columns of a number, in brackets."""
 
 
 def print_plan(plan: Plan, console: Console) -> int:
@@ -16,17 +21,24 @@ def print_plan(plan: Plan, console: Console) -> int:
     layout, engine = learner.parallel, experiment.rollout.engine
     data = learner.processes // (layout.tensor * layout.pipeline)
     experts = f", expert {layout.expert}" if plan.family.mixture else ""
+    servers, each = experiment.rollout.servers, engine.tensor_parallel * engine.pipeline_parallel
     say = _quiet(console)
     say(
         f"[bold]{experiment.name}[/]: {plan.model_bytes / _per_element(plan) / 1e9:.2f} B parameters in "
         f"{experiment.model.dtype}, {plan.family.architecture}"
     )
     say(
-        f"learner of {learner.processes} ranks (tensor {layout.tensor}, pipeline {layout.pipeline}, "
+        f"learner of {_ranks(learner.processes)} (tensor {layout.tensor}, pipeline {layout.pipeline}, "
         f"data {data}{experts}), micro-batches of {learner.tokens_per_microbatch} tokens; "
-        f"{experiment.rollout.servers} servers of {engine.tensor_parallel * engine.pipeline_parallel} ranks"
+        f"{servers} server{'s' * (servers != 1)} of {_ranks(each)}"
     )
-    console.print(_table(plan))
+    table = _table(plan)
+    unlimited = console.options.update(max_width=10_000)
+    if Measurement.get(console, unlimited, table).minimum <= console.width:
+        console.print(table)
+    else:
+        for line in _lines(plan):
+            say(line)
     for kind in plan.kinds:
         for note in kind.notes:
             say(f"{kind.name}: {note}")
@@ -73,14 +85,16 @@ def _per_element(plan: Plan) -> int:
 def _table(plan: Plan) -> Table:
     """One column a rank kind, one row an item; the moment that takes most is in the total."""
     table = Table(title="GiB on each rank", title_justify="left", header_style="bold")
-    table.add_column("", no_wrap=True)
-    for kind in plan.kinds:
-        table.add_column(f"{kind.name}\n× {kind.ranks}", justify="right")
-    for item in dict.fromkeys(item for kind in plan.kinds for item in kind.held):
-        table.add_row(item, *(_gib(kind.held.get(item)) for kind in plan.kinds))
+    held = dict.fromkeys(item for kind in plan.kinds for item in kind.held)
     moments = dict.fromkeys(
         (moment, item) for kind in plan.kinds for moment, items in kind.moments.items() for item in items
     )
+    longest = max(map(len, (*held, *map(": ".join, moments))))
+    table.add_column("", no_wrap=True, min_width=longest)
+    for kind in plan.kinds:
+        table.add_column(f"{kind.name}\n× {kind.ranks}", justify="right", min_width=NUMBER)
+    for item in held:
+        table.add_row(item, *(_gib(kind.held.get(item)) for kind in plan.kinds))
     for moment, item in moments:
         table.add_row(f"{moment}: {item}", *(_moment(kind, moment, item) for kind in plan.kinds))
     table.add_section()
@@ -89,6 +103,25 @@ def _table(plan: Plan) -> Table:
         hosts = (_gib(sum(kind.host.values()) or None) for kind in plan.kinds)
         table.add_row("on the host beside it", *hosts, style="dim")
     return table
+
+
+def _lines(plan: Plan) -> Iterator[str]:
+    """What the table says, a rank kind below the other: for a terminal that is too narrow for its columns."""
+    yield "GiB on each rank"
+    for kind in plan.kinds:
+        yield f"[bold]{kind.name}[/] × {kind.ranks}"
+        numbers = {item: _gib(size) for item, size in kind.held.items()}
+        for moment, items in kind.moments.items():
+            numbers |= {f"{moment}: {item}": _moment(kind, moment, item) for item in items}
+        numbers["total, at its fullest"] = _gib(kind.total)
+        if kind.host:
+            numbers["on the host beside it"] = _gib(sum(kind.host.values()))
+        for item, number in numbers.items():
+            yield f"{number:>{NUMBER}} {item}"
+
+
+def _ranks(count: int) -> str:
+    return "1 rank" if count == 1 else f"{count} ranks"
 
 
 def _moment(kind: RankKind, moment: str, item: str) -> str:

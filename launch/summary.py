@@ -103,7 +103,8 @@ class Summary:
     def _starvation(self) -> str:
         ratio, gap = (self.starvation.get(name) for name in ("length_ratio", "length_ks"))
         evicted = self.starvation.get("evicted_length_ratio")
-        told = _say("trained groups {:.2f} times as long as generated ones, KS {:.2f}", ratio, gap)
+        told = _say("trained groups {:.2f} times as long as generated ones", ratio)
+        told += _say(", {:.2f} apart (0: lengths spread alike, 1: not at all)", gap)
         return told + _say("; evicted ones {:.2f} times as long as trained", evicted)
 
     def _shown_parts(self) -> list[tuple[str, tuple[float | None, float | None]]]:

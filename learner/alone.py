@@ -9,11 +9,9 @@ from pathlib import Path
 
 from buffer.recording import append_groups
 from learner import parallel
+from learner.config import RECORDED
 from learner.flow import Flow
 from learner.metrics import StepReport
-
-RECORDED = "recorded"
-"""Folder in the run's with a file of groups of each data-parallel rank."""
 
 
 def sleep_through(flow: Flow) -> None:

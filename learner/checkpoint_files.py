@@ -67,6 +67,15 @@ def named_meta(path: Path) -> dict[str, Any]:
     )
 
 
+def refuse_existing(target: Path) -> None:
+    """
+    Raises:
+        ValueError: What is to be written is there already.
+    """
+    if target.exists():
+        raise ValueError(f"{target} exists; remove it or choose another name")
+
+
 def verify(path: Path) -> None:
     """Compare a checkpoint's files with its meta.json.
 

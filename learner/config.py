@@ -24,6 +24,8 @@ from sync.config import SyncConfig
 INTERPOLATED_STALENESS = 10
 """Versions over which the proximal policy may be interpolated (arXiv 2512.06547 tried up to 8)."""
 
+RECORDED = "recorded"
+"""Folder in the run's, under `learner.idle_s`: for each data-parallel rank a file of the groups it got."""
 DATA_END = "data_end.json"
 """Written into the folder of a run whose data ended before its last step: {"step": how many were made}."""
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from learner import families
-from learner.checkpoint_files import EMA, VALUE, check, complete, named_meta
+from learner.checkpoint_files import EMA, VALUE, check, complete, named_meta, refuse_existing
 from learner.checkpoint_weights import open_checkpoint, stored_head
 from learner.config import ParallelConfig
 from learner.families import Family
@@ -46,7 +46,7 @@ def hf_to_megatron(source: Path, target: Path, layout: ParallelConfig, dtype: st
         ValueError: The folder or its architecture is not supported, the layout does not divide it, the types
             are mixed, or `target` exists.
     """
-    _refuse_existing(target)
+    refuse_existing(target)
     family = families.read(source, families.own_head(source))
     family.check_layout(layout)
     folder = SafetensorsFolder(source)
@@ -90,7 +90,7 @@ def megatron_to_hf(
         ValueError: It is no checkpoint, is damaged, has no average or no value model, or does not fit the
             model's config, or `target` exists.
     """
-    _refuse_existing(target)
+    refuse_existing(target)
     named_meta(checkpoint)
     if averaged and not (checkpoint / EMA).is_dir():
         raise ValueError(f"{checkpoint}: no average of the weights in it; its run had no learner.ema")
@@ -132,7 +132,7 @@ def reshard(
         ValueError: As `megatron_to_hf`, or the layout does not divide the model, or `target` exists, or it
             holds adapters.
     """
-    _refuse_existing(target)
+    refuse_existing(target)
     folders = {"": _model_folder(checkpoint, model, "model", "--model")}
     if (checkpoint / VALUE).is_dir():
         folders[VALUE] = _model_folder(checkpoint, value_model, "value_model", "--value-model")
@@ -194,11 +194,6 @@ def _whole_or_not_at_all(target: Path) -> Iterator[Path]:
         yield temporary
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-
-
-def _refuse_existing(target: Path) -> None:
-    if target.exists():
-        raise ValueError(f"{target} exists; remove it or choose another name")
 
 
 def _cells(family: Family, layout: ParallelConfig) -> list[list[tuple[Slot, int, Chunk, Part]]]:

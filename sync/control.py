@@ -262,4 +262,5 @@ class Control:
             logger.warning("sync: %s joined again; its former connection is closed", member.name)
         self.send(replaced, Evict("another server of this name joined"))
         self._outbox.put((identity, Welcome(SCHEMA, self._timeout_s)))
-        logger.info("sync: %s joined with %d ranks", message.name, message.world_size)
+        ranks = "1 rank" if message.world_size == 1 else f"{message.world_size} ranks"
+        logger.info("sync: %s joined with %s", message.name, ranks)

@@ -1,8 +1,10 @@
 import json
 from dataclasses import replace
+from io import StringIO
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from launch.experiment import WholeExperiment
 from launch.plan import (
@@ -16,7 +18,7 @@ from launch.plan import (
     server_parameters,
 )
 from launch.plan_changes import changes
-from launch.plan_screen import as_json
+from launch.plan_screen import as_json, print_plan
 from learner import budget, families
 from rollout.config import EngineConfig
 
@@ -293,6 +295,20 @@ def test_json_says_what_the_table_says():
     assert told["reasons"] == ["8 devices are needed, 6 are there"]
     assert told["changes"] == ["devices: set rollout.servers=2, or take 8 devices"]
     assert [rank["total_bytes"] for rank in told["ranks"]] == [kind.total for kind in made.kinds]
+
+
+@pytest.mark.parametrize("columns", [40, 58, 80, 200])
+def test_no_number_is_cut_however_narrow_the_terminal(columns):
+    made, written = planned("ppo-7b", "rollout.servers=1"), StringIO()
+    print_plan(made, Console(file=written, width=columns))
+    told = written.getvalue()
+    for kind in made.kinds:
+        for size in (*kind.held.values(), kind.total):
+            assert f"{size / GIB:.2f}" in told
+        assert kind.name.split()[-1] in told
+    assert "…" not in told
+    assert "learner of 4 ranks" in told
+    assert "1 server of 1 rank\n" in told
 
 
 def test_a_layout_that_does_not_divide_the_model_is_one_line():
