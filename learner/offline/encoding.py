@@ -95,7 +95,8 @@ class Encoder:
     def _conversation(self, example: Example) -> Encoded:
         """Tokens as an episode of `rollout/episodes.py` would have them: each answer with its end mark, and
         what the template writes up to the next."""
-        messages, places = [dict(m) for m in example.prompt], example.learned
+        assert not isinstance(example.prompt, str), "a text has no answers in it"
+        messages, places = list(example.prompt), example.learned
         parts: list[NDArray[np.int32]] = []
         for place, end in pairwise((*places, len(messages))):
             answer = self._answer(messages, place)
