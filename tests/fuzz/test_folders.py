@@ -311,6 +311,7 @@ def test_places_in_the_data(position):
     except ValueError as error:
         told(error)
         assert stream.position == good, "refused, and half taken"
+    assert stream.position["draw"] >= 0
     assert all(isinstance(example, Example) for example in stream.take(2))
 
 
