@@ -11,7 +11,7 @@ import torch
 import yaml
 from counting import fuzzed, within
 from hypothesis import strategies as st
-from mutations import as_json, damaged, json_trees, mutated, trees
+from mutations import as_json, damaged, json_leaves, json_trees, mutated, trees
 from rich.console import Console
 from safetensors.torch import save_file
 from seeds import ARRAYS, META
@@ -296,7 +296,10 @@ def test_questions_whether_a_connection_may_be(frames):
 POSITION = {"draw": 2, "data": "", "counts": {"bad_row": 1}}
 
 
-@fuzzed(15, mutated(POSITION, json_trees).map(as_json))
+positions = st.one_of(mutated(POSITION, json_trees), json_leaves.map(lambda draw: POSITION | {"draw": draw}))
+
+
+@fuzzed(15, positions.map(as_json))
 def test_places_in_the_data(position):
     path = FOLDER / "rows.jsonl"
     if not path.exists():
