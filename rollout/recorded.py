@@ -44,8 +44,14 @@ class RecordedGroups:
 class ReceivingSink(StandInSink):
     """Receives and checks every version, and forgets it."""
 
-    def __init__(self) -> None:
+    def __init__(self, transfer_timeout_s: float) -> None:
         super().__init__(Behavior(), lambda _: None)
+        self._longest_s = transfer_timeout_s + 1
+
+    def close(self) -> None:
+        """Wait for what is being received: an interpreter that ends while a thread comes back from a
+        collective aborts. That is when the learner has dropped this server, or at the transfer's timeout."""
+        self._stager.close(self._longest_s)
 
     async def load(self, version: int, loaded: Callable[[], None]) -> float:
         loaded()

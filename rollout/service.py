@@ -4,7 +4,7 @@ import asyncio
 import logging
 import sys
 from collections.abc import Awaitable, Callable
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, closing
 from functools import partial
 from pathlib import Path
 
@@ -123,7 +123,8 @@ async def _serve_recorded(experiment: RolloutExperiment, name: str, folder: str)
     async def wait_failed() -> str:
         return await never
 
-    await _work(experiment, name, ReceivingSink(), wait_failed, partial(RecordedGroups, groups))
+    with closing(ReceivingSink(experiment.sync.transfer_timeout_s)) as sink:
+        await _work(experiment, name, sink, wait_failed, partial(RecordedGroups, groups))
 
 
 async def _work(

@@ -7,6 +7,7 @@ is abandoned when it does, never on the engine's.
 import logging
 import os
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -66,6 +67,7 @@ class Stager:
         self._prepare = prepare
         self._memory: Tensor | None = None
         self._stage: Stage | None = None
+        self._threads: list[threading.Thread] = []
 
     def begin(self, seat: Seat, fresh: bool, version: int, manifest: Manifest) -> None:
         """Start to receive a version; whatever was staged or under way is forgotten."""
@@ -81,7 +83,17 @@ class Stager:
             daemon=True,
             name="slipstream-stage",
         )
+        self._threads = [running for running in self._threads if running.is_alive()] + [thread]
         thread.start()
+
+    def close(self, timeout_s: float) -> None:
+        """Drop, and wait for threads left in a collective: an interpreter that ends while one comes back
+        from there aborts. A worker process of an engine has no need of this: it ends without finalizing.
+        """
+        self.drop()
+        deadline = time.monotonic() + timeout_s
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
 
     def drop(self) -> None:
         """Forget what is staged, and the group. A thread still in a collective is left to its own timeout."""
