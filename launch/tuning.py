@@ -4,6 +4,7 @@ A run's own metrics say what generation, training and publishing cost; the grid 
 the run's own setting first, to be held against what was measured.
 """
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
@@ -60,7 +61,7 @@ def calibrate(history: History, generates: bool = True) -> Costs:
     groups = sum(float(r["groups"]) for r in records)
     if not generates:
         return Costs((0.0,), 1.0, spent / groups, send, load, pause)
-    lines = [line for of in history.servers.values() for line in of if line.get("running_groups")]
+    lines = busy(history)
     if not lines:
         raise ValueError(f"{history.run_dir}: no server wrote what it had in hand (metrics/rollout-….jsonl)")
     contention = fit_contention(lines)
@@ -104,14 +105,25 @@ def alone(servers: History, few: History | None, learner: History) -> Alone:
         of_servers, work=work, contention=contention, train=of_learner.train, send=of_learner.send
     )
     waits = ("time/wait_batch", "time/wait_loaded")
-    busy = [seconds_of(r) - sum(float(r.get(key) or 0) for key in waits) for r in trained]
-    return Alone(fmean(seconds_of(r) for r in generated), fmean(busy), costs)
+    training = [seconds_of(r) - sum(float(r.get(key) or 0) for key in waits) for r in trained]
+    return Alone(fmean(seconds_of(r) for r in generated), fmean(training), costs)
+
+
+def busy(history: History) -> list[Record]:
+    """The lines of all servers in whose time they had any group in hand."""
+    return [line for of in history.servers.values() for line in of if float(line.get("busy_s") or 0) > 0]
 
 
 def in_hand(history: History) -> float:
     """Groups that a busy server has on average."""
-    busy = [line for of in history.servers.values() for line in of if line.get("running_groups")]
-    return fmean(float(line["running_groups"]) for line in busy) if busy else 1.0
+    return mean_in_hand(busy(history)) or 1.0
+
+
+def mean_in_hand(lines: Sequence[Record]) -> float:
+    """Over the time in which there were any; 0 where there never were."""
+    seconds = sum(float(line["busy_s"]) for line in lines)
+    held = sum(float(line["busy_s"]) * float(line["groups_in_hand"]) for line in lines)
+    return held / seconds if seconds else 0.0
 
 
 def contention_between(many: tuple[float, float], few: tuple[float, float]) -> float:
@@ -149,18 +161,20 @@ def group_seconds(history: History) -> list[float]:
     told, first = [], []
     for lines in history.servers.values():
         of = [s for line in lines for s in line.get("group_seconds") or ()]
-        in_hand_at_first = max((int(line.get("running_groups") or 0) for line in lines), default=0)
+        in_hand_at_first = math.ceil(
+            max((float(line.get("groups_in_hand") or 0) for line in lines), default=0)
+        )
         first += of[:in_hand_at_first]
         told += of[in_hand_at_first:]
     if told or first:
         return told or first
     held = rate = 0.0
     for lines in history.servers.values():
-        busy = [line for line in lines if line.get("running_groups")]
-        if len(busy) > 1:
-            held += fmean(float(line["running_groups"]) for line in busy)
-            seconds = float(busy[-1]["time"]) - float(busy[0]["time"])
-            rate += (int(busy[-1]["groups"]) - int(busy[0]["groups"])) / max(seconds, 1e-9)
+        working = [line for line in lines if float(line.get("busy_s") or 0) > 0]
+        if len(working) > 1:
+            held += mean_in_hand(working)
+            seconds = float(working[-1]["time"]) - float(working[0]["time"])
+            rate += (int(working[-1]["groups"]) - int(working[0]["groups"])) / max(seconds, 1e-9)
     if not rate:
         raise ValueError(f"{history.run_dir}: no server delivered a group")
     return [held / rate]
@@ -173,7 +187,8 @@ def fit_contention(lines: Sequence[Record]) -> float:
     """
     by_count: dict[int, list[float]] = {}
     for line in lines:
-        by_count.setdefault(int(line["running_groups"]), []).append(float(line.get("tokens_per_s") or 0))
+        count = round(float(line["groups_in_hand"]))
+        by_count.setdefault(count, []).append(float(line["tokens_per_busy_s"]))
     points = [(n, n / fmean(rates), len(rates)) for n, rates in by_count.items() if fmean(rates) > 0]
     if len(lines) < LINES_TO_FIT or len(points) < 2:
         return 1.0

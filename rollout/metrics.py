@@ -42,20 +42,22 @@ class Meters:
         self._clock = clock
         self._running = 0
         self._waiting_s: defaultdict[str, float] = defaultdict(float)
-        self._cause, self._idle_since = "weights", clock()
+        self._cause, self._booked_until = "weights", clock()
+        self._busy_s = self._held_s = 0.0
+        """Since the last line: seconds with any group in hand, and those times how many there were."""
         self._last_time, self._last_tokens = clock(), 0
 
     def wait_for(self, cause: str) -> None:
         """From now on a server with no group in hand waits for this: one of `CAUSES`."""
-        self._close_idle()
+        self._book()
         self._cause = cause
 
     def group_started(self) -> None:
-        self._close_idle()
+        self._book()
         self._running += 1
 
     def group_ended(self) -> None:
-        self._close_idle()
+        self._book()
         self._running -= 1
 
     def delivered(self, group: Group, kept: bool, seconds: float) -> None:
@@ -71,25 +73,33 @@ class Meters:
         self.completions += 1
         self.tokens += len(completion.token_ids)
 
-    def _close_idle(self) -> None:
-        """Book the time since the last change, if the server had nothing in hand, on what it waited for."""
+    def _book(self) -> None:
+        """Book the time since the last change: on the groups in hand, or on what the server waited for."""
         now = self._clock()
+        passed, self._booked_until = now - self._booked_until, now
         if self._running == 0:
-            self._waiting_s[self._cause] += now - self._idle_since
-        self._idle_since = now
+            self._waiting_s[self._cause] += passed
+        else:
+            self._busy_s += passed
+            self._held_s += self._running * passed
 
     def line(self) -> dict[str, Any]:
-        self._close_idle()
+        self._book()
         now = self._clock()
-        rate = (self.tokens - self._last_tokens) / max(now - self._last_time, 1e-9)
+        sampled, passed = self.tokens - self._last_tokens, max(now - self._last_time, 1e-9)
         self._last_time, self._last_tokens = now, self.tokens
         group_s, self._group_s = self._group_s, []
+        busy_s, held_s = self._busy_s, self._held_s
+        self._busy_s = self._held_s = 0.0
         return {
             "time": time.time(),
             "server": self._server,
             "version": self.version,
-            "tokens_per_s": round(rate, 1),
+            "tokens_per_s": round(sampled / passed, 1),
             "running_groups": self._running,
+            "busy_s": round(busy_s, 3),
+            "groups_in_hand": round(held_s / busy_s, 2) if busy_s else 0.0,
+            "tokens_per_busy_s": round(sampled / busy_s, 1) if busy_s else 0.0,
             "groups": self.groups,
             "completions": self.completions,
             "tokens": self.tokens,

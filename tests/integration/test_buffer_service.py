@@ -144,8 +144,9 @@ def test_prompts_that_all_fail_end_the_service_with_one_line_and_a_restart_goes_
         rollout, learner = both(address)
         async with rollout, learner:
             await learner.published(0)
-            leases = await rollout.lease(2, 20.0)
-            assert [await rollout.deliver(made_group(lease)) for lease in leases] == [True, True]
+            leases = await rollout.lease(2, 20.0)  # as many as the leases that the first life left open allow
+            assert leases
+            assert all([await rollout.deliver(made_group(lease)) for lease in leases])
 
     asyncio.run(asyncio.wait_for(run(), 60))
 

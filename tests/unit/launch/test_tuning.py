@@ -19,7 +19,13 @@ OWN = BufferConfig(groups_per_batch=4, max_staleness=1)
 def lines_of(costs: Costs, counts) -> list[dict]:
     """What a server would write, at a hundred tokens a group's second."""
     return [
-        {"time": float(i), "running_groups": n, "tokens_per_s": 100 * n / (1 + costs.contention * (n - 1))}
+        {
+            "time": float(i),
+            "running_groups": 0,
+            "busy_s": 0.5,
+            "groups_in_hand": n,
+            "tokens_per_busy_s": 100 * n / (1 + costs.contention * (n - 1)),
+        }
         for i, n in enumerate(counts)
     ]
 
@@ -65,7 +71,7 @@ def test_contention_is_one_where_a_run_cannot_tell():
 
 
 def test_a_run_that_tells_no_durations_is_taken_by_littles_law(run_dir):
-    lines = [{"time": float(t), "running_groups": 6, "tokens_per_s": 9.0, "groups": 3 * t} for t in range(30)]
+    lines = [{"time": float(t), "busy_s": 1.0, "groups_in_hand": 6, "groups": 3 * t} for t in range(30)]
     (run_dir / "metrics" / "rollout-s.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines))
     history = History(run_dir)
     history.refresh()
@@ -73,9 +79,9 @@ def test_a_run_that_tells_no_durations_is_taken_by_littles_law(run_dir):
 
 
 def test_the_groups_that_a_server_starts_with_are_left_out(run_dir):
-    lines = [{"time": 0.0, "running_groups": 4, "group_seconds": [50.0, 50.0]}]
+    lines = [{"time": 0.0, "groups_in_hand": 3.6, "group_seconds": [50.0, 50.0]}]
     lines += [
-        {"time": 1.0 + t, "running_groups": 3, "group_seconds": [50.0 if t < 2 else 2.0]} for t in range(6)
+        {"time": 1.0 + t, "groups_in_hand": 3, "group_seconds": [50.0 if t < 2 else 2.0]} for t in range(6)
     ]
     (run_dir / "metrics" / "rollout-s.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines))
     history = History(run_dir)

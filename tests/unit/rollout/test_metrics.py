@@ -28,6 +28,23 @@ def test_waiting_is_booked_by_cause_and_only_with_nothing_in_hand():
     assert line["waiting_s/weights"] == 3
     assert line["waiting_s/leases"] == 3
     assert line["running_groups"] == 0
+    assert (line["busy_s"], line["groups_in_hand"]) == (20, 1)
+
+
+def test_groups_in_hand_are_those_of_the_whole_time_and_not_of_the_moment_of_the_line():
+    clock = Clock()
+    meters = Meters("s", clock)
+    for _ in range(2):
+        meters.group_started()
+        meters.group_started()
+        clock.now += 1
+        meters.group_ended()
+        meters.group_ended()
+        meters.tokens += 30
+        clock.now += 9
+        line = meters.line()
+        assert (line["running_groups"], line["busy_s"], line["groups_in_hand"]) == (0, 1, 2)
+        assert (line["tokens_per_s"], line["tokens_per_busy_s"]) == (3, 30)
 
 
 def test_the_rate_is_of_the_time_since_the_last_line():
