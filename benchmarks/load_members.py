@@ -39,7 +39,11 @@ def measure_members(counts: list[int]) -> dict[str, Any]:
 def _measure(count: int) -> dict[str, Any]:
     address = f"tcp://127.0.0.1:{free_port('127.0.0.1')}"
     config = SyncConfig(
-        address=address, bucket_mib=1, transfer_timeout_s=TIMEOUT_S, heartbeat_timeout_s=TIMEOUT_S
+        address=address,
+        bucket_mib=1,
+        transfer_timeout_s=TIMEOUT_S,
+        heartbeat_timeout_s=TIMEOUT_S,
+        shared_memory=False,
     )
     publisher = Publisher(config, RUN, torch.device("cpu"))
     publisher.start()

@@ -5,13 +5,14 @@ the engine is idle, publishes alternate with bare broadcasts of the same bytes i
 process that does nothing else. Then the engine decodes: tokens are counted alone, and while buckets are
 being staged.
 
-With --link-gbit the loopback of a network namespace is held to that rate first, as a link between two
-machines would be. Without it the two ends of a bare broadcast take a whole core each, which on two cores
-leaves none for packing and checking: so a bare broadcast whose ends do no more than sum each bucket where
-it lies is measured too. It is what a publish without packing, without a handshake and without an engine
-beside it would be.
+On one machine, as here, a version lies in memory that the learner shares. With --sent it is broadcast, as it
+would be to another machine: over the loopback, where the two ends of a bare broadcast take a whole core
+each, which on two cores leaves none for packing and checking. So a bare broadcast whose ends do no more than
+sum each bucket where it lies is measured too: a publish without packing, without a handshake and without an
+engine beside it. With --link-gbit it is sent over the loopback of a network namespace that is held to that
+rate, as a link between two machines would be.
 
-    python benchmarks/publish_bandwidth.py [--model DIR] [--rounds 8] [--requests 32] [--link-gbit 10]
+    python benchmarks/publish_bandwidth.py [--model DIR] [--rounds 8] [--sent | --link-gbit 10]
 """
 
 import argparse
@@ -47,7 +48,7 @@ def _seat(port: int, rank: int) -> Seat:
     return Seat("127.0.0.1", port, 1, "nonce", rank, 2, "gloo", 600)
 
 
-def learn(address: str, model: str, commands: Connection) -> None:
+def learn(address: str, model: str, shared: bool, commands: Connection) -> None:
     """The learner's process: publishes, or broadcasts barely, as it is told; answers with the seconds."""
     from transformers import AutoModelForCausalLM
 
@@ -55,7 +56,8 @@ def learn(address: str, model: str, commands: Connection) -> None:
     tensors = list(AutoModelForCausalLM.from_pretrained(model, dtype=dtype).named_parameters())
     specs = [spec_of(*pair) for pair in tensors]
     manifest = Manifest.layout(specs, BUCKET_MIB << 20)
-    publisher = Publisher(SyncConfig(address=address, bucket_mib=BUCKET_MIB), "bench", torch.device("cpu"))
+    config = SyncConfig(address=address, bucket_mib=BUCKET_MIB, shared_memory=shared)
+    publisher = Publisher(config, "bench", torch.device("cpu"))
     publisher.start()
     store, port = listen("127.0.0.1", 600)
     commands.send((port, manifest.stream_bytes))
@@ -260,6 +262,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--requests", type=int, default=32)
     parser.add_argument("--cores", default="0-1", help="VLLM_CPU_OMP_THREADS_BIND")
+    parser.add_argument("--sent", action="store_true", help="over the loopback, not in shared memory")
     parser.add_argument("--link-gbit", type=int, help="rate of the link, in gigabits a second")
     arguments = parser.parse_args()
     if arguments.link_gbit and SHAPED not in os.environ:
@@ -267,10 +270,11 @@ def main() -> None:
     os.environ |= {"HF_HUB_OFFLINE": "1", "VLLM_CPU_OMP_THREADS_BIND": arguments.cores}
     address = "tcp://127.0.0.1:5712"
     ours, theirs = SPAWN.Pipe()
-    learner = SPAWN.Process(target=learn, args=(address, arguments.model, theirs), daemon=True)
+    shared = not (arguments.sent or arguments.link_gbit)
+    learner = SPAWN.Process(target=learn, args=(address, arguments.model, shared, theirs), daemon=True)
     learner.start()
-    name = "publish_bandwidth_link" if arguments.link_gbit else "publish_bandwidth"
-    write_result(name, asyncio.run(measure(arguments, address, ours)))
+    kind = "_link" if arguments.link_gbit else "_sent" if arguments.sent else ""
+    write_result(f"publish_bandwidth{kind}", asyncio.run(measure(arguments, address, ours)))
     learner.join(10)
 
 

@@ -18,6 +18,9 @@ class SyncConfig(BaseModel):
     """Where the learner's publisher listens for members; beyond loopback only with security.keys."""
     backend: Literal["auto", "gloo", "nccl"] = "auto"
     """Of the broadcast group; auto takes nccl where learner and engine have CUDA."""
+    shared_memory: bool = True
+    """While every server runs on the learner's machine as its user, versions are not sent on CPU but lie in
+    memory that the learner shares with them."""
     bucket_mib: int | None = Field(default=None, ge=1)
     """Bytes broadcast at a time; null takes 64 on CPU and 512 on GPU."""
     join_timeout_s: float = Field(default=300.0, gt=0)

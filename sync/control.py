@@ -257,7 +257,7 @@ class Control:
             reason = f"a server named {message.name} is a member; give each a name of its own"
             self._outbox.put((identity, Evict(reason)))
             return
-        replaced = self.members.join(identity, message.name, message.world_size, now)
+        replaced = self.members.join(identity, message.name, message.world_size, now, message.place)
         for member in replaced:
             logger.warning("sync: %s joined again; its former connection is closed", member.name)
         self.send(replaced, Evict("another server of this name joined"))

@@ -2,7 +2,8 @@
 
 SyncError
 ├── TransferFailed       no group, or a bucket did not get through in time; blames nobody
-│   └── OutOfHandles     of this process, which cannot open the connections of a group
+│   ├── OutOfHandles     of this process, which cannot open the connections of a group
+│   └── MemoryNotShared  a server cannot map the learner's memory; it is sent buckets from then on
 ├── ManifestRefused      the tensors on offer are not the server's model
 ├── ChecksumMismatch     a bucket arrived with other bytes than were sent
 ├── LoadFailed           staged weights could not be put into the engine
@@ -25,6 +26,10 @@ class TransferFailed(SyncError):
 
 class OutOfHandles(TransferFailed):
     cause = "handles"
+
+
+class MemoryNotShared(TransferFailed):
+    cause = "memory"
 
 
 class ManifestRefused(SyncError):
@@ -62,10 +67,11 @@ class PublishInterrupted(SyncError):
         self.lost = lost
 
 
-CAUSES = ("transfer", "handles", "refused", "checksum", "load")
+CAUSES = ("transfer", "handles", "memory", "refused", "checksum", "load")
 BY_CAUSE: dict[str, type[SyncError]] = {
     "transfer": TransferFailed,
     "handles": OutOfHandles,
+    "memory": MemoryNotShared,
     "refused": ManifestRefused,
     "checksum": ChecksumMismatch,
     "load": LoadFailed,

@@ -27,6 +27,8 @@ class Member:
     name: str
     world_size: int
     heard_at: float
+    place: str = ""
+    """Whose memory it can map; empty once it could not."""
     version: int | None = None
     """What it has acknowledged since it joined; before that it counts as holding nothing."""
     attempt: int = 0
@@ -55,7 +57,7 @@ class Membership:
         """Whether a member of this name has been heard since then."""
         return any(m.name == name and m.heard_at > since for m in self._members.values())
 
-    def join(self, identity: bytes, name: str, world_size: int, now: float) -> list[Member]:
+    def join(self, identity: bytes, name: str, world_size: int, now: float, place: str = "") -> list[Member]:
         """Take a member in. It holds nothing yet, whatever it had: it gets the current version in full.
 
         Returns:
@@ -64,7 +66,7 @@ class Membership:
         replaced = [m for m in self._members.values() if m.name == name and m.identity != identity]
         for member in replaced:
             self.evict(member, "another server of this name joined")
-        self._members[identity] = Member(identity, name, world_size, now)
+        self._members[identity] = Member(identity, name, world_size, now, place)
         return replaced
 
     def evict(self, member: Member, reason: str) -> None:
@@ -134,7 +136,9 @@ class Membership:
         if member.attempt != message.attempt:
             return None
         member.phase, member.failure = "failed", f"{message.cause}: {message.reason}"
-        if message.cause != "transfer":
+        if message.cause == "memory":
+            member.place = ""
+        elif message.cause != "transfer":
             return member.failure
         return None
 

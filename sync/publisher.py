@@ -24,6 +24,7 @@ from sync.manifest import Manifest, TensorSpec
 from sync.membership import Member
 from sync.report import PublishReport
 from sync.sender import BucketMemory, BucketSender
+from sync.shared_memory import SharedStream, place_of_this_process
 from sync.wire import Abort, Prepare
 
 logger = logging.getLogger(__name__)
@@ -61,7 +62,10 @@ class Publisher:
         self._timeout_s = config.transfer_timeout_s
         self._answer_timeout_s = min(config.transfer_timeout_s, config.heartbeat_timeout_s)
         self._device = device if self._backend == "nccl" else torch.device("cpu")
-        self._memory = BucketMemory((config.bucket_mib or (512 if cuda else 64)) << 20, self._device)
+        self._buckets = BucketMemory((config.bucket_mib or (512 if cuda else 64)) << 20, self._device)
+        self._place = place_of_this_process() if config.shared_memory and self._backend == "gloo" else ""
+        self._shared: SharedStream | None = None
+        """Of this epoch, if all its members can map it."""
         self._control = Control(config.address, run_id, config.heartbeat_timeout_s, keys)
         self._members = self._control.members
         self._version: int | None = None
@@ -133,7 +137,7 @@ class Publisher:
         try:
             self._end_attempt()
             self._version = version
-            manifest = Manifest.layout(specs, self._memory.bucket_bytes)
+            manifest = Manifest.layout(specs, self._buckets.bucket_bytes)
             with self._control.changed:
                 holders = sorted(m.name for m in self._members.all() if m.version == version)
             self._report = PublishReport(version, holders)
@@ -210,10 +214,12 @@ class Publisher:
 
     def _try_group(self, targets: list[Member], version: int, manifest: Manifest) -> BroadcastGroup:
         seated = [member.identity for member in targets]
-        kept = self._group if self._seated == seated else None
+        fits = self._shared is None or self._shared.fits(manifest)
+        kept = self._group if self._seated == seated and fits else None
         if kept is None:
             self._group, self._seated = None, seated
             self._epoch, self._nonce = self._epoch + 1, secrets.token_hex(16)
+            self._shared = self._share(targets, manifest)
         attempt = self._ask(targets, version, manifest, fresh=kept is None)
         connecting = None if kept is not None else self._connect(1 + sum(m.world_size for m in targets))
         self._until(lambda: not self._members.unanswered(attempt), "PREPARE not answered", attempt)
@@ -223,16 +229,27 @@ class Publisher:
         assert self._group is not None
         return self._group
 
+    def _share(self, targets: list[Member], manifest: Manifest) -> SharedStream | None:
+        """Memory for a new epoch; None where not every member can map it, or there is none to be had."""
+        if not self._place or any(member.place != self._place for member in targets):
+            return None
+        try:
+            return SharedStream(manifest.stream_bytes, manifest.bucket_bytes)
+        except (OSError, ValueError) as error:
+            logger.warning("sync: no memory to share (%s): versions are sent", error)
+            return None
+
     def _ask(self, targets: list[Member], version: int, manifest: Manifest, fresh: bool) -> int:
         self._attempt += 1
         self._threads = [thread for thread in self._threads if thread.is_alive()]
         first_rank, size = 1, 1 + sum(member.world_size for member in targets)
+        memory = self._shared.path if self._shared is not None else ""
         with self._control.changed:
             self._members.asked(targets, self._attempt)
             for member in targets:
                 order = Prepare(
                     self._attempt, version, self._epoch, self._nonce, fresh, self._port, first_rank, size,
-                    self._backend, self._timeout_s, manifest,
+                    self._backend, memory, self._timeout_s, manifest,
                 )  # fmt: skip
                 self._control.send([member], order)
                 first_rank += member.world_size
@@ -269,7 +286,9 @@ class Publisher:
         report, started, sent = self._report, time.monotonic(), False
         self._expected_checksum = None
         broken = self._watch(self._attempt)
-        sender = BucketSender(group, self._memory, self._timeout_s, self._control.changed, broken)
+        sender = BucketSender(
+            group, self._shared or self._buckets, self._timeout_s, self._control.changed, broken
+        )
         self._threads.append(sender.thread)
         sender.start(version)
         try:

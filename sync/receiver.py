@@ -15,6 +15,7 @@ from sync.addresses import host_of
 from sync.config import SyncConfig
 from sync.errors import EngineLost, JoinRefused, SyncError
 from sync.keys import MemberKeys
+from sync.shared_memory import place_of_this_process
 from sync.sink import StagePlan, WeightSink
 from sync.wire import (
     MAX_MESSAGE_BYTES,
@@ -180,8 +181,9 @@ class Receiver:
             await self._sink.drop()
         told, silent_s = time.monotonic(), PATIENCE_S
         turned_away = 0
+        join = Join(SCHEMA, self._run_id, self._name, self._sink.world_size, place_of_this_process())
         while True:
-            _send(socket, Join(SCHEMA, self._run_id, self._name, self._sink.world_size))
+            _send(socket, join)
             message = await self._next(socket, RETRY_S)
             match message:
                 case Welcome():
@@ -259,7 +261,7 @@ class Receiver:
     async def _update(self, socket: zmq.asyncio.Socket, order: Prepare) -> None:
         plan = StagePlan(
             order.version, order.epoch, order.nonce, order.fresh, self._host, order.port, order.first_rank,
-            order.group_size, order.backend, order.timeout_s, order.manifest,
+            order.group_size, order.backend, order.memory, order.timeout_s, order.manifest,
             lambda: _send(socket, Ready(order.attempt)),
         )  # fmt: skip
         async with self._engine:

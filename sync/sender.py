@@ -2,6 +2,7 @@
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from queue import SimpleQueue
 
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from sync.errors import TransferFailed
 from sync.group import BroadcastGroup
+from sync.shared_memory import SharedStream
 from sync.stager import make_seal
 
 NUM_BUFFERS = 2
@@ -33,6 +35,10 @@ class BucketMemory:
     def give_back(self, buffers: list[Tensor]) -> None:
         self._buffers = buffers
 
+    def outgoing(self, bucket: Tensor) -> Tensor:
+        """What is broadcast of a bucket: all of it."""
+        return bucket
+
 
 class BucketSender:
     """One transfer over one group.
@@ -44,7 +50,7 @@ class BucketSender:
     def __init__(
         self,
         group: BroadcastGroup,
-        memory: BucketMemory,
+        memory: BucketMemory | SharedStream,
         timeout_s: float,
         changed: threading.Condition,
         broken: Callable[[], str | None],
@@ -55,7 +61,7 @@ class BucketSender:
         self._changed = changed
         self._broken = broken
         self._buffers = memory.take()
-        self._free = list(self._buffers)
+        self._free = deque(self._buffers)
         self._queue: SimpleQueue[Tensor | None] = SimpleQueue()
         self._owner: dict[int, Tensor] = {}
         self._failure: TransferFailed | None = None
@@ -75,7 +81,7 @@ class BucketSender:
             TransferFailed: The group broke, or no bucket got through within the deadline.
         """
         self._wait(lambda: bool(self._free))
-        buffer = self._free.pop()
+        buffer = self._free.popleft()
         bucket = buffer[:size_bytes]
         self._owner[bucket.data_ptr()] = buffer
         return bucket
@@ -113,7 +119,7 @@ class BucketSender:
     def _run(self) -> None:
         try:
             while (bucket := self._queue.get()) is not None and self._failure is None:
-                self._group.broadcast(bucket)
+                self._group.broadcast(self._memory.outgoing(bucket))
                 with self._changed:
                     self.sent_bytes += bucket.numel()
                     self._free.append(self._owner.pop(bucket.data_ptr()))

@@ -16,7 +16,8 @@ class StagePlan:
     """All that an engine's ranks need to receive one version.
 
     Made by the receiver from PREPARE, read by a sink. Rank r of the engine is rank `first_rank + r` of the
-    broadcast group. With `fresh` the group is to be built, else that of the stage before is used again.
+    broadcast group. With `fresh` the group is to be built, else that of the stage before is used again. The
+    stream is in the learner's `memory`, or is received where that is empty.
     """
 
     version: int
@@ -28,6 +29,7 @@ class StagePlan:
     first_rank: int
     group_size: int
     backend: str
+    memory: str
     timeout_s: float
     manifest: Manifest
     accepted: Callable[[], None]

@@ -20,6 +20,7 @@ from sync.buckets import checksum, combine
 from sync.errors import ChecksumMismatch, SyncError, TransferFailed
 from sync.group import BroadcastGroup, Seat
 from sync.manifest import Manifest
+from sync.shared_memory import map_stream, written
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +32,9 @@ class Stage:
     version: int
     manifest: Manifest
     stream: Tensor = field(repr=False)
-    """Where the buckets land, side by side."""
+    """Where the buckets land, side by side. In shared memory: the learner's, once it is mapped."""
+    memory: str
+    """Path of the learner's shared memory, or empty."""
     group: BroadcastGroup | None
     """None until connected; usable again once staged."""
     state: Literal["receiving", "staged", "failed"] = "receiving"
@@ -69,13 +72,22 @@ class Stager:
         self._stage: Stage | None = None
         self._threads: list[threading.Thread] = []
 
-    def begin(self, seat: Seat, fresh: bool, version: int, manifest: Manifest) -> None:
-        """Start to receive a version; whatever was staged or under way is forgotten."""
+    def begin(self, seat: Seat, fresh: bool, version: int, manifest: Manifest, memory: str = "") -> None:
+        """Start to receive a version; whatever was staged or under way is forgotten.
+
+        Args:
+            memory: Where the learner shares the stream; empty where it is broadcast.
+        """
         before = self._stage
         kept = before.group if before is not None and before.state == "staged" and not fresh else None
         if kept is None:
             self.drop()
-        stage = Stage(version, manifest, self._take_memory(manifest.stream_bytes), kept)
+        if not memory:
+            stream = self._take_memory(manifest.stream_bytes)
+        else:
+            self._memory = None
+            stream = before.stream if kept is not None and before is not None else torch.empty(0)
+        stage = Stage(version, manifest, stream, memory, kept)
         self._stage = stage
         thread = threading.Thread(
             target=_receive,
@@ -153,6 +165,8 @@ def _receive(
     _use_every_core()
     try:
         if stage.group is None:
+            if stage.memory:
+                stage.stream = map_stream(stage.memory, stage.manifest.stream_bytes)
             stage.group = BroadcastGroup.connect(seat, device)
         sums = _fill(stage, stage.group, device, on_bucket)
         _compare(stage, stage.group, sums, device)
@@ -168,12 +182,14 @@ def _fill(
 ) -> list[int]:
     """Receive every bucket; each is summed on a second thread while the next one lands."""
     sums: list[Future[int]] = []
-    landing = _landing(stage.manifest, device)
+    landing = _landing(stage.manifest, device) if not stage.memory else None
     with ThreadPoolExecutor(max_workers=1, thread_name_prefix="slipstream-sum") as pool:
         for index in range(stage.manifest.num_buckets):
             start, end = stage.manifest.bucket(index)
             bucket = stage.stream[start:end]
-            if landing is None:
+            if stage.memory:
+                group.broadcast(written())
+            elif landing is None:
                 group.broadcast(bucket)
             else:
                 group.broadcast(landing[: end - start])

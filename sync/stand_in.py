@@ -58,8 +58,10 @@ class StandInSink:
             plan.host, plan.port, plan.epoch, plan.nonce, plan.first_rank, plan.group_size, plan.backend,
             plan.timeout_s,
         )  # fmt: skip
-        self._tell({"event": "staging", "version": plan.version, "fresh": plan.fresh})
-        self._stager.begin(seat, plan.fresh, plan.version, plan.manifest)
+        self._tell(
+            {"event": "staging", "version": plan.version, "fresh": plan.fresh, "shared": bool(plan.memory)}
+        )
+        self._stager.begin(seat, plan.fresh, plan.version, plan.manifest, plan.memory)
         plan.accepted()
         status = self._stager.status()
         while status["state"] == "receiving":

@@ -74,6 +74,7 @@ class StageOrder(WeightTransferInitInfo):
     first_rank: int
     group_size: int
     backend: str
+    memory: str
     timeout_s: float
     manifest: bytes
     """msgpack of `Manifest.to_wire`: one value, where vLLM's own encoding would walk every tensor's row."""
@@ -111,7 +112,7 @@ class StagingEngine(WeightTransferEngine[StageOrder, LoadOrder]):
             init_info.first_rank + self.parallel_config.rank, init_info.group_size, init_info.backend,
             init_info.timeout_s,
         )  # fmt: skip
-        self._stager.begin(seat, init_info.fresh, init_info.version, manifest)
+        self._stager.begin(seat, init_info.fresh, init_info.version, manifest, init_info.memory)
 
     def status(self) -> dict[str, object]:
         if self._refusal is not None:

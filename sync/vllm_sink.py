@@ -64,7 +64,8 @@ class VllmSink:
         order = {
             "version": plan.version, "epoch": plan.epoch, "nonce": plan.nonce, "fresh": plan.fresh,
             "host": plan.host, "port": plan.port, "first_rank": plan.first_rank,
-            "group_size": plan.group_size, "backend": plan.backend, "timeout_s": plan.timeout_s,
+            "group_size": plan.group_size, "backend": plan.backend, "memory": plan.memory,
+            "timeout_s": plan.timeout_s,
             "manifest": msgpack.packb(plan.manifest.to_wire()),
         }  # fmt: skip
         request = WeightTransferInitRequest(init_info=order)

@@ -16,6 +16,7 @@ weights themselves never pass here.
     LEAVE ──────────────────────────────────▶
 """
 
+import re
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, cast
 
@@ -24,10 +25,13 @@ import msgpack  # pyright: ignore[reportMissingTypeStubs]
 from sync.errors import CAUSES
 from sync.manifest import Manifest
 
-SCHEMA = 3
+SCHEMA = 4
 """Grows whenever a message changes; a server of another schema is refused with the reason."""
 
 MAX_MESSAGE_BYTES = 256 << 20
+
+MEMORY_PATH = re.compile(r"/proc/[1-9][0-9]{0,9}/fd/[0-9]{1,9}")
+"""A server opens no other file at a learner's word."""
 
 
 def member_beat_s(heartbeat_timeout_s: float) -> float:
@@ -47,6 +51,8 @@ class Join:
     run_id: str
     name: str
     world_size: int
+    place: str
+    """`shared_memory.place_of_this_process`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +77,8 @@ class Prepare:
     `attempt` names this one try and is in every answer. `epoch` names the broadcast group; with `fresh` it is
     to be built (this server's ranks are `first_rank` and up, rank 0 sends, the store listens on `port` of the
     host that the server joined), else the one of the last PREPARE is used again. `nonce` is the epoch's
-    secret: the ranks meet under it in the store, and only members are told.
+    secret: the ranks meet under it in the store, and only members are told. `memory` is where the learner
+    shares the version's stream; empty where the buckets are broadcast.
     """
 
     attempt: int
@@ -83,6 +90,7 @@ class Prepare:
     first_rank: int
     group_size: int
     backend: str
+    memory: str
     timeout_s: float
     manifest: Manifest
 
@@ -172,7 +180,7 @@ _INTEGERS = {
     "checksum": (-(1 << 63), (1 << 63) - 1),
 }
 _SECONDS = ("heartbeat_timeout_s", "timeout_s", "stage_seconds", "load_seconds", "pause_seconds")
-_TEXTS = {"run_id": 256, "name": 256, "nonce": 64, "reason": 4096}
+_TEXTS = {"run_id": 256, "name": 256, "nonce": 64, "place": 256, "reason": 4096}
 
 
 def encode(message: Message) -> bytes:
@@ -245,6 +253,10 @@ def _check_special(name: str, value: object) -> Any:
         if isinstance(value, bool):
             return value
         raise WireError(f"fresh: {value!r}: expected a boolean")
+    if name == "memory":
+        if isinstance(value, str) and (not value or MEMORY_PATH.fullmatch(value)):
+            return value
+        raise WireError("memory: expected a file handle of the learner's under /proc, or nothing")
     if value in _CHOICES[name]:
         return value
     raise WireError(f"{name}: {value!r}: expected one of {', '.join(_CHOICES[name])}")

@@ -51,10 +51,10 @@ META_TREE = msgpack.unpackb(META)
 
 MANIFEST = Manifest.layout([TensorSpec("a", "bfloat16", (3, 4)), TensorSpec("b", "float32", ())], BLOCK_BYTES)
 CONTROL = [
-    sync_wire.Join(sync_wire.SCHEMA, "run", "server-0", 2),
+    sync_wire.Join(sync_wire.SCHEMA, "run", "server-0", 2, "boot 4026531836 0"),
     sync_wire.Welcome(sync_wire.SCHEMA, 30.0),
     sync_wire.Refuse("no"),
-    sync_wire.Prepare(3, 0, 2, "0123abcd", True, 4000, 1, 3, "gloo", 60.0, MANIFEST),
+    sync_wire.Prepare(3, 0, 2, "0123abcd", True, 4000, 1, 3, "gloo", "/proc/12/fd/34", 60.0, MANIFEST),
     sync_wire.Ready(3),
     sync_wire.Loaded(3, 0, -5, 1.0, 0.5, 0.25),
     sync_wire.Failed(3, "checksum", "bucket 1"),

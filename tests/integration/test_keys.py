@@ -387,7 +387,7 @@ def test_the_publisher_takes_no_member_who_is_not_admitted(folders, intruder, ad
         running = [asyncio.create_task(one.run()) for one in (good, bad)]
         async with raw_dealer(address, intruder("learner")) as raw:
             with suppress(zmq.Again):
-                join = sync_wire.Join(sync_wire.SCHEMA, "run", "raw", 1)
+                join = sync_wire.Join(sync_wire.SCHEMA, "run", "raw", 1, "")
                 await raw.send(sync_wire.encode(join), zmq.NOBLOCK)
             assert not await raw.poll(2000), "an answer"
         names = control.members.names()

@@ -49,7 +49,7 @@ def run(make_experiment, free_address) -> Iterator[Run]:
         free_address,
         "network",
         buffer={"address": f"tcp://{LEFT}:5701"},
-        sync={"address": f"tcp://{LEFT}:5702"},
+        sync={"address": f"tcp://{LEFT}:5702", "shared_memory": False},
         security={"keys": "keys"},
     )
     make_keys(folder / "keys")

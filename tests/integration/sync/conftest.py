@@ -72,11 +72,18 @@ def start_server(address: str) -> Iterator[Callable[..., Server]]:
 
 
 @pytest.fixture
-def make_publisher(address: str) -> Iterator[Callable[..., Publisher]]:
+def shared_memory() -> bool:
+    """Whether versions lie in shared memory or are sent."""
+    return True
+
+
+@pytest.fixture
+def make_publisher(address: str, shared_memory: bool) -> Iterator[Callable[..., Publisher]]:
     publishers: list[Publisher] = []
 
     def make(**config: float) -> Publisher:
         fields = {"bucket_mib": 1, "transfer_timeout_s": 8.0, "heartbeat_timeout_s": 5.0} | config
+        fields["shared_memory"] = shared_memory
         publisher = Publisher(SyncConfig(address=address, **fields), "test", torch.device("cpu"))
         publisher.start()
         publishers.append(publisher)

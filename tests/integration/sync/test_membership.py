@@ -14,6 +14,11 @@ from sync.receiver import Receiver
 from sync.stand_in import Behavior, StandInSink
 
 
+@pytest.fixture(params=[True, False], ids=["shared", "sent"])
+def shared_memory(request) -> bool:
+    return request.param
+
+
 def publish(publisher, version, weights):
     """As the learner does: again until it went through. Returns (report, the number of interruptions)."""
     interruptions = 0
@@ -26,7 +31,7 @@ def publish(publisher, version, weights):
             assert interruptions < 5
 
 
-def test_versions_reach_every_server_in_one_kept_group(start_server, make_publisher, weights):
+def test_versions_reach_every_server_in_one_kept_group(start_server, make_publisher, weights, shared_memory):
     servers = [start_server("a"), start_server("b")]
     publisher = make_publisher()
     assert publisher.wait_for_members(2, 30)
@@ -38,7 +43,7 @@ def test_versions_reach_every_server_in_one_kept_group(start_server, make_publis
         assert report.lost == []
         assert report.size_bytes >= sum(t.numel() * t.element_size() for t in new.tensors.values())
         for server in servers:
-            assert server.expect("staging", version=version)["fresh"] is (version == 0)
+            assert server.expect("staging", version=version, shared=shared_memory)["fresh"] is (version == 0)
             assert server.expect("loaded")["sums"] == new.sums
         assert not publisher.wants_publish()
 

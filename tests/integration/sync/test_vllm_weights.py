@@ -534,7 +534,9 @@ def test_corrupted_bucket_is_refused_and_the_next_version_loads(rig, address):
         store, port = listen("127.0.0.1", 20.0)
         manifest = Manifest.layout(rig.specs(), 1 << 20)
         ranks = 1 + rig.sink.world_size
-        plan = StagePlan(30, 1, "nonce", True, "127.0.0.1", port, 1, ranks, "gloo", 20.0, manifest, accept)
+        plan = StagePlan(
+            30, 1, "nonce", True, "127.0.0.1", port, 1, ranks, "gloo", "", 20.0, manifest, accept
+        )
         sending = asyncio.get_running_loop().run_in_executor(None, send_corrupted, port, manifest)
         with pytest.raises(ChecksumMismatch, match="bucket 0"):
             await rig.sink.stage(plan)
@@ -557,7 +559,7 @@ def test_tensor_missing_from_the_manifest_is_refused_by_name(rig):
     loop, rig = rig
     specs = [spec for spec in rig.specs() if spec.name != "model.norm.weight"]
     manifest = Manifest.layout(specs, 1 << 20)
-    plan = StagePlan(40, 1, "nonce", True, "127.0.0.1", 1, 1, 2, "gloo", 5.0, manifest, accept)
+    plan = StagePlan(40, 1, "nonce", True, "127.0.0.1", 1, 1, 2, "gloo", "", 5.0, manifest, accept)
     with pytest.raises(ManifestRefused, match=r"model\.norm\.weight: not in the manifest"):
         loop.run_until_complete(rig.sink.stage(plan))
     assert math.isfinite(loop.run_until_complete(rig.generate(2))[1][0])

@@ -15,7 +15,7 @@ MANIFEST = Manifest.layout([TensorSpec("a", "float32", (3,))], BLOCK_BYTES)
 
 
 def plan(accepted=lambda: None):
-    return StagePlan(7, 1, "nonce", True, "127.0.0.1", 1, 1, 3, "gloo", 5.0, MANIFEST, accepted)
+    return StagePlan(7, 1, "nonce", True, "127.0.0.1", 1, 1, 3, "gloo", "", 5.0, MANIFEST, accepted)
 
 
 def rank(state, version=7, **more):

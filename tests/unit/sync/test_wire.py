@@ -8,10 +8,10 @@ from sync.manifest import BLOCK_BYTES, Manifest, TensorSpec
 
 MANIFEST = Manifest.layout([TensorSpec("a", "bfloat16", (3, 4))], BLOCK_BYTES)
 MESSAGES = [
-    wire.Join(wire.SCHEMA, "run", "server-0", 2),
+    wire.Join(wire.SCHEMA, "run", "server-0", 2, "boot 4026531836 0"),
     wire.Welcome(wire.SCHEMA, 30.0),
     wire.Refuse("no"),
-    wire.Prepare(3, 0, 2, "0123abcd", True, 4000, 1, 3, "gloo", 60.0, MANIFEST),
+    wire.Prepare(3, 0, 2, "0123abcd", True, 4000, 1, 3, "gloo", "/proc/12/fd/34", 60.0, MANIFEST),
     wire.Ready(3),
     wire.Loaded(3, 0, -5, 1.0, 0.5, 0.25),
     wire.Failed(3, "checksum", "bucket 1"),
@@ -32,22 +32,24 @@ def test_every_kind_has_an_example_above():
     assert {type(message) for message in MESSAGES} == set(wire.KINDS.values())
 
 
-def test_bytes_of_schema_3_still_decode():
-    stored = msgpack.packb({"kind": "JOIN", "schema": 3, "run_id": "r", "name": "n", "world_size": 1})
-    assert wire.decode(stored) == wire.Join(3, "r", "n", 1)
+JOIN = {"kind": "JOIN", "schema": 4, "run_id": "r", "name": "n", "world_size": 1, "place": ""}
+
+
+def test_bytes_of_schema_4_still_decode():
+    assert wire.decode(msgpack.packb(JOIN)) == wire.Join(4, "r", "n", 1, "")
 
 
 @pytest.mark.parametrize(
     ("values", "field"),
     [
         ({"kind": "JOIN", "schema": 1, "anything": 1}, "schema: 1"),
-        ({"kind": "JOIN", "schema": 3, "run_id": "r", "name": "n"}, "JOIN: expected the fields"),
-        ({"kind": "JOIN", "schema": 3, "run_id": 5, "name": "n", "world_size": 1}, "run_id"),
-        ({"kind": "JOIN", "schema": 3, "run_id": "r", "name": "n" * 300, "world_size": 1}, "name"),
-        ({"kind": "JOIN", "schema": 3, "run_id": "r", "name": "n", "world_size": 0}, "world_size"),
+        ({k: v for k, v in JOIN.items() if k != "place"}, "JOIN: expected the fields"),
+        (JOIN | {"run_id": 5}, "run_id"),
+        (JOIN | {"name": "n" * 300}, "name"),
+        (JOIN | {"world_size": 0}, "world_size"),
         ({"kind": "READY", "attempt": True}, "attempt"),
         ({"kind": "FAILED", "attempt": 1, "cause": "mood", "reason": ""}, "cause"),
-        ({"kind": "WELCOME", "schema": 3, "heartbeat_timeout_s": -1}, "heartbeat_timeout_s"),
+        ({"kind": "WELCOME", "schema": 4, "heartbeat_timeout_s": -1}, "heartbeat_timeout_s"),
         ({"kind": "SHUTDOWN"}, "kind"),
         ([1, 2], "expected a map"),
     ],
@@ -60,6 +62,13 @@ def test_bad_messages_name_the_field(values, field):
 def test_bytes_that_are_not_msgpack_are_refused():
     with pytest.raises(wire.WireError, match="not msgpack"):
         wire.decode(b"\xc1garbage")
+
+
+@pytest.mark.parametrize("memory", ["/etc/passwd", "/proc/1/fd/2/../../environ", "/proc/self/fd/3", 3])
+def test_a_server_is_sent_to_no_file_but_a_handle_of_a_process(memory):
+    values = msgpack.unpackb(wire.encode(MESSAGES[3]))
+    with pytest.raises(wire.WireError, match="memory"):
+        wire.decode(msgpack.packb(values | {"memory": memory}))
 
 
 def test_prepare_with_a_wrong_manifest_is_refused():
