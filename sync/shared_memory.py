@@ -41,6 +41,7 @@ class SharedStream:
 
     Raises:
         OSError: No memory or no file handle to be had.
+        ValueError: Nothing is to be shared.
     """
 
     device = torch.device("cpu")
@@ -53,7 +54,7 @@ class SharedStream:
             os.ftruncate(self._file, stream_bytes)
             fcntl.fcntl(self._file, fcntl.F_ADD_SEALS, _KEEPS_ITS_SIZE)
             memory = mmap.mmap(self._file, stream_bytes)
-        except OSError:
+        except (OSError, ValueError):
             os.close(self._file)
             raise
         self._stream = torch.frombuffer(memory, dtype=torch.uint8)
