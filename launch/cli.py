@@ -243,17 +243,19 @@ def plan(
     cpu: Annotated[bool, typer.Option("--cpu", help="Plan for CPU ranks on one machine.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """What every rank would hold in memory, and what to change if it does not fit; loads no weights."""
+    """What every rank of a run, a stage or a pipeline would hold in memory, and what to change if it does not
+    fit; loads no weights."""
     from launch import plan_screen
     from launch.plan import Target
-    from launch.plan import plan as make
+    from launch.plan_stages import plans
     from launch.terminal import open_console
 
-    made = make(config, overrides or [], Target.of(not cpu, devices, device_gib))
+    made = plans(config, overrides or [], Target.of(not cpu, devices, device_gib))
     if as_json:
         typer.echo(plan_screen.as_json(made))
-        raise typer.Exit(0 if not made.reasons() else 1)
-    raise typer.Exit(plan_screen.print_plan(made, open_console(wide=True)))
+        raise typer.Exit(int(any(each.reasons() for each in made)))
+    console = open_console(wide=True)
+    raise typer.Exit(max(plan_screen.print_plan(each, console) for each in made))
 
 
 @app.command()

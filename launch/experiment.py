@@ -38,7 +38,14 @@ from launch import model_folder
 from learner import families
 from learner.config import LearnerConfig, LearnerExperiment, TrainingConfig
 from learner.offline.config import OfflineExperiment
-from rollout.config import FunctionReward, ModelReward, RolloutConfig, RolloutExperiment, engine_faults
+from rollout.config import (
+    FunctionReward,
+    ModelReward,
+    PredictionExperiment,
+    RolloutConfig,
+    RolloutExperiment,
+    engine_faults,
+)
 from rollout.scorer import folder
 from rollout.scorer.folder import model_reward
 from sync.addresses import host_of
@@ -69,7 +76,7 @@ class WholeExperiment(Experiment):
     logging: LoggingConfig = LoggingConfig()
 
 
-def reward_models(e: WholeExperiment) -> dict[str, ModelReward]:
+def reward_models(e: WholeExperiment | PredictionExperiment) -> dict[str, ModelReward]:
     """Those that are computed, by name: each has a scorer."""
     rewards = e.rollout.rewards.items()
     return {name: r for name, r in rewards if isinstance(r, ModelReward) and r.weight != 0}
@@ -278,24 +285,35 @@ def read(path: str | Path, overrides: list[str], services: Collection[str] = SER
     return experiment
 
 
-def check_kind(path: str | Path, overrides: list[str], wanted: Literal["run", "stage", "pipeline"]) -> None:
+Kind = Literal["run", "stage", "pipeline"]
+
+
+def kind_of(path: str | Path, overrides: list[str]) -> tuple[Kind, str] | None:
+    """What kind of file it is, by what that kind alone has, and a word on it; None where nothing tells.
+
+    Raises:
+        ConfigError: It cannot be read.
+    """
+    found = merged(Path(path), overrides)
+    stage = found.get("stage")
+    if "stages" in found:
+        return "pipeline", "stages: of a pipeline's file, which `slipstream pipeline` runs"
+    if isinstance(stage, dict) and stage.get("kind") in ("sft", "reward", "dpo"):
+        return "stage", f"stage: of an offline stage's file, which `slipstream {stage['kind']}` runs"
+    if "rollout" in found and "stage" not in found:
+        return "run", "rollout: of a reinforcement learning file, which `slipstream run` runs"
+    return None
+
+
+def check_kind(path: str | Path, overrides: list[str], wanted: Kind) -> None:
     """Tell other kinds of files by what they alone have.
 
     Raises:
         ConfigError: It is one, with the command for it.
     """
-    found = merged(Path(path), overrides)
-    stage = found.get("stage")
-    if "stages" in found:
-        kind, told = "pipeline", "stages: of a pipeline's file, which `slipstream pipeline` runs"
-    elif isinstance(stage, dict) and stage.get("kind") in ("sft", "reward", "dpo"):
-        kind, told = "stage", f"stage: of an offline stage's file, which `slipstream {stage['kind']}` runs"
-    elif "rollout" in found and "stage" not in found:
-        kind, told = "run", "rollout: of a reinforcement learning file, which `slipstream run` runs"
-    else:
-        return
-    if kind != wanted:
-        raise ConfigError(f"{path}: {told}")
+    found = kind_of(path, overrides)
+    if found is not None and found[0] != wanted:
+        raise ConfigError(f"{path}: {found[1]}")
 
 
 def _models(e: WholeExperiment, services: Iterable[str]) -> list[str]:

@@ -27,8 +27,8 @@ REFRESH_S = 0.5
 TOLD = ("loss", "accuracy", "margin", "eval/loss", "eval/accuracy", "eval/margin")
 
 
-def load_stage(path: str | Path, overrides: list[str], kind: str) -> OfflineExperiment:
-    """Read a stage's file; the files that it names need not exist yet.
+def load_stage(path: str | Path, overrides: list[str], kind: str | None) -> OfflineExperiment:
+    """Read the file of a stage of this kind, or of any where None; files that it names need not exist yet.
 
     Raises:
         ConfigError: One line per mistake.
@@ -36,7 +36,7 @@ def load_stage(path: str | Path, overrides: list[str], kind: str) -> OfflineExpe
     check_kind(path, overrides, "stage")
     experiment = load(path, overrides, OfflineExperiment)
     found = experiment.stage.kind
-    if found != kind:
+    if kind is not None and found != kind:
         raise ConfigError(f"{path}: stage.kind is {found}; run it with `slipstream {found}`")
     return experiment
 

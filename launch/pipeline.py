@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field, field_validator
 from rich.console import Console
 
-from buffer.experiment import ConfigError, Section, folder_name, load
+from buffer.experiment import ConfigError, Experiment, Section, folder_name, load
 from launch.experiment import check_kind
 
 REFERENCE_HELP = "{name} of an earlier stage stands for the model folder that stage writes"
@@ -56,13 +56,19 @@ class PipelineConfig(Section):
 class Stage:
     """One stage as it will be started."""
 
-    def __init__(self, pipeline: PipelineConfig, number: int, folder: Path) -> None:
+    def __init__(
+        self, pipeline: PipelineConfig, number: int, folder: Path, models: dict[str, Path] | None = None
+    ) -> None:
+        """Args:
+        folder: That stages' files are named from.
+        models: Folders that stand in the place of those which earlier stages will write.
+        """
         self.config = pipeline.stages[number]
         self.run_dir = Path(pipeline.run_dir) / self.config.name
         self.model = self.run_dir / "model"
         self.file = folder / self.config.config
         writing = [s for s in pipeline.stages[:number] if s.command != "evaluate"]
-        earlier = {s.name: Path(pipeline.run_dir) / s.name / "model" for s in writing}
+        earlier = {s.name: Path(pipeline.run_dir) / s.name / "model" for s in writing} | (models or {})
         settings = {"name": f"{pipeline.name}-{self.config.name}", "run_dir": str(self.run_dir)}
         settings |= {
             key: _filled(value, earlier, self.config.name) for key, value in self.config.overrides.items()
@@ -73,8 +79,8 @@ class Stage:
     def command(self) -> list[str]:
         return [sys.executable, "-m", "launch", self.config.command, str(self.file), *self.overrides]
 
-    def check(self) -> None:
-        """Read its experiment file as its command will; models that earlier stages write need not exist yet.
+    def experiment(self) -> Experiment:
+        """Its experiment file as its command will read it; models that earlier stages write need not exist.
 
         Raises:
             ConfigError: One line per mistake.
@@ -85,11 +91,21 @@ class Stage:
 
         match self.config.command:
             case "run":
-                experiment.read(self.file, self.overrides, services=[])
+                return experiment.read(self.file, self.overrides, services=[])
             case "evaluate":
-                load(self.file, self.overrides, PredictionExperiment)
+                return load(self.file, self.overrides, PredictionExperiment)
             case kind:
-                load_stage(self.file, self.overrides, kind)
+                return load_stage(self.file, self.overrides, kind)
+
+
+def open_file(path: Path, overrides: list[str]) -> PipelineConfig:
+    """A pipeline's file, without its stages'.
+
+    Raises:
+        ConfigError: One line per mistake.
+    """
+    check_kind(path, overrides, "pipeline")
+    return load(path, overrides, PipelineConfig, tuple(PipelineConfig.model_fields))
 
 
 def read(path: Path, overrides: list[str]) -> list[Stage]:
@@ -98,13 +114,12 @@ def read(path: Path, overrides: list[str]) -> list[Stage]:
     Raises:
         ConfigError: One line per mistake, of any stage, before the first one starts.
     """
-    check_kind(path, overrides, "pipeline")
-    pipeline = load(path, overrides, PipelineConfig, tuple(PipelineConfig.model_fields))
+    pipeline = open_file(path, overrides)
     stages = [Stage(pipeline, number, path.parent) for number in range(len(pipeline.stages))]
     faults: list[str] = []
     for stage in stages:
         try:
-            stage.check()
+            stage.experiment()
         except ConfigError as error:
             faults += [f"{path}: stage {stage.config.name}: {line}" for line in str(error).splitlines()]
     if faults:

@@ -3,7 +3,8 @@
     slipstream plan CONFIG --devices 8 --device-gib 80
 
 Rank kinds: the learner's pipeline stages (global rank 0 apart, because it publishes), those of a reference on
-ranks of its own, and the engine ranks of scorers and of rollout servers.
+ranks of its own, and the engine ranks of scorers and of rollout servers. `launch/plan_stages.py` plans
+offline stages and pipelines by the same arithmetic.
 """
 
 import os
@@ -13,9 +14,10 @@ from pathlib import Path
 from launch.experiment import WholeExperiment, read, reward_models
 from learner import budget, families
 from learner.budget import Machine, MicroBatch
-from learner.config import LearnerConfig
+from learner.config import TrainingConfig
 from learner.families import Family
-from rollout.config import EngineConfig, runs_on_cpu
+from learner.offline.config import OfflineExperiment
+from rollout.config import EngineConfig, PredictionExperiment, runs_on_cpu
 from rollout.scorer.folder import longest
 
 GIB = 1 << 30
@@ -77,7 +79,7 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    experiment: WholeExperiment
+    experiment: WholeExperiment | OfflineExperiment | PredictionExperiment
     family: Family
     target: Target
     kinds: tuple[RankKind, ...]
@@ -88,7 +90,9 @@ class Plan:
 
     @property
     def server_host_bytes(self) -> float:
-        """On the host of one rollout server, for all its engine ranks."""
+        """On the host of one rollout server, for all its engine ranks; 0 where there is none."""
+        if not isinstance(self.experiment, WholeExperiment):
+            return 0.0
         engine = self.experiment.rollout.engine
         return sum(self.kinds[-1].host.values()) * engine.tensor_parallel * engine.pipeline_parallel
 
@@ -98,7 +102,9 @@ class Plan:
         return budget.whole_parameters(self.family) * WEIGHT_BYTES[self.experiment.model.dtype]
 
     def publish_seconds(self) -> dict[int, float]:
-        """By the sender's link in Gbit/s: a broadcast carries every byte over it once."""
+        """By the sender's link in Gbit/s: a broadcast carries every byte over it once. Of what publishes."""
+        if not isinstance(self.experiment, WholeExperiment):
+            return {}
         return {gbit: self.model_bytes * 8 / (gbit * 1e9) for gbit in LINKS_GBIT}
 
     def reasons(self) -> list[str]:
@@ -138,12 +144,27 @@ def of(experiment: WholeExperiment, family: Family, target: Target) -> Plan:
         families.read(experiment.learner.value.path, "score").check_layout(experiment.learner.parallel)
     if (reference := experiment.learner.reference) is not None:
         family.check_layout(reference.parallel, "learner.reference.parallel")
-    servers = (*_scorers(experiment, target), _server(experiment, family, target))
+    servers = (*scorers(experiment, target), _server(experiment, family, target))
     kinds = (*_learner(experiment, family, target), *_reference(experiment, family, target), *servers)
     return Plan(experiment, family, target, kinds)
 
 
-def machine_of(experiment: WholeExperiment, gpu: bool) -> Machine:
+@dataclass(frozen=True, slots=True)
+class Training:
+    """What the ranks of a training job hold and compute on."""
+
+    family: Family
+    learner: TrainingConfig
+    machine: Machine
+    batches: tuple[MicroBatch, ...]
+    """Of those the one that takes most counts."""
+    reference: bool = False
+    """Whether the frozen reference is on the same ranks."""
+    value: Family | None = None
+    """PPO's value model, which computes on the first of the batches."""
+
+
+def machine_of(experiment: WholeExperiment | OfflineExperiment, gpu: bool) -> Machine:
     weight = WEIGHT_BYTES[experiment.model.dtype]
     # `layers.compute_dtype`: on CPU as if it had no bfloat16 instructions, the larger of the two.
     return Machine(gpu, weight, weight if gpu else budget.FLOAT32)
@@ -159,19 +180,38 @@ def micro_batch_of(experiment: WholeExperiment) -> MicroBatch:
 
 
 def _learner(experiment: WholeExperiment, family: Family, target: Target) -> list[RankKind]:
-    pipeline = experiment.learner.parallel.pipeline
-    per_stage = experiment.learner.processes // pipeline
-    publishing = _publishing(experiment, family, target.gpu)
+    learner = experiment.learner
+    batches = [micro_batch_of(experiment)]
+    if learner.ptx is not None:
+        # Texts of the longest length: every token is a target but each one's first.
+        longest = max(learner.tokens_per_microbatch, experiment.model.max_length)
+        batches.append(MicroBatch(longest, longest, 0, longest))
+    here = learner.algorithm.needs_reference and learner.lora is None and learner.reference is None
+    value = families.read(learner.value.path, "score") if learner.value is not None else None
+    job = Training(family, learner, machine_of(experiment, target.gpu), tuple(batches), here, value)
+    return training(job, _publishing(experiment, family, target.gpu))
+
+
+def training(job: Training, publishing: dict[str, float] | None = None) -> list[RankKind]:
+    """The ranks of a training job, stage by stage.
+
+    Args:
+        publishing: What global rank 0 takes to publish; None for a job that does not.
+    """
+    pipeline = job.learner.parallel.pipeline
+    per_stage = job.learner.processes // pipeline
     name = _stage_name(0, pipeline)
-    first = _stage(experiment, family, target, 0, f"{name}, rank 0" if per_stage > 1 else name, 1, publishing)
-    kinds = [first, _stage(experiment, family, target, 0, name, per_stage - 1)]
+    kinds = [_stage(job, 0, name, per_stage - bool(publishing))]
+    if publishing:
+        first = f"{name}, rank 0" if per_stage > 1 else name
+        kinds.insert(0, _stage(job, 0, first, 1, publishing))
     stages = range(1, pipeline)
     if pipeline > 3:
         # Of the middle ones the first keeps most micro-batches; all count as that one.
-        middle = _stage(experiment, family, target, 1, f"learner stages 2 to {pipeline - 1}", 0)
+        middle = _stage(job, 1, f"learner stages 2 to {pipeline - 1}", 0)
         kinds.append(replace(middle, ranks=per_stage * (pipeline - 2)))
         stages = range(pipeline - 1, pipeline)
-    kinds += [_stage(experiment, family, target, s, _stage_name(s, pipeline), per_stage) for s in stages]
+    kinds += [_stage(job, s, _stage_name(s, pipeline), per_stage) for s in stages]
     return [kind for kind in kinds if kind.ranks]
 
 
@@ -180,15 +220,9 @@ def _stage_name(stage: int, pipeline: int) -> str:
 
 
 def _stage(
-    experiment: WholeExperiment,
-    family: Family,
-    target: Target,
-    stage: int,
-    name: str,
-    ranks: int,
-    publishing: dict[str, float] | None = None,
+    job: Training, stage: int, name: str, ranks: int, publishing: dict[str, float] | None = None
 ) -> RankKind:
-    learner, machine = experiment.learner, machine_of(experiment, target.gpu)
+    family, learner, machine = job.family, job.learner, job.machine
     layout = learner.parallel
     count = budget.parameters(family, layout, stage)
     weights = float(count * machine.weight_bytes)
@@ -204,37 +238,31 @@ def _stage(
     held |= {"gradients": float(trained * budget.FLOAT32), "optimizer": optimizer}
     if learner.ema is not None:
         held["average (EMA)"] = sum(number * budget.FLOAT32 / sharing for number, sharing in parts)
-    if learner.algorithm.needs_reference and learner.lora is None and learner.reference is None:
+    if job.reference:
         held["reference model"] = weights
-    value = families.read(learner.value.path, "score") if learner.value is not None else None
-    gathered = [budget.gathered_optimizer_bytes(parts, target.gpu)]
-    if value is not None:
+    gathered = [budget.gathered_optimizer_bytes(parts, machine.gpu)]
+    if (value := job.value) is not None:
         of_value = budget.parameters(value, layout, stage)
         parts_of_value = _optimizers(value, learner, stage)
         held["value model"] = float(of_value * (machine.weight_bytes + budget.FLOAT32))
         held["value model"] += _optimizer_bytes(parts_of_value, machine)
-        gathered.append(budget.gathered_optimizer_bytes(parts_of_value, target.gpu))
-    held["runtime (assumed)"] = RUNTIME_GIB["gpu" if target.gpu else "cpu"] * GIB
-    batches = [micro_batch_of(experiment)]
-    if learner.ptx is not None:
-        # Texts of the longest length: every token is a target but each one's first.
-        longest = max(learner.tokens_per_microbatch, experiment.model.max_length)
-        batches.append(MicroBatch(longest, longest, 0, longest))
-    taken = [budget.stage_activations(family, learner, stage, batch, machine) for batch in batches]
-    training = max(taken, key=lambda items: sum(items.values()))
-    moments = {"training": {k: float(v) for k, v in training.items()}}
+        gathered.append(budget.gathered_optimizer_bytes(parts_of_value, machine.gpu))
+    held["runtime (assumed)"] = RUNTIME_GIB["gpu" if machine.gpu else "cpu"] * GIB
+    taken = [budget.stage_activations(family, learner, stage, batch, machine) for batch in job.batches]
+    most = max(taken, key=lambda items: sum(items.values()))
+    moments = {"training": {k: float(v) for k, v in most.items()}}
     if value is not None:
-        values = budget.stage_activations(value, learner, stage, micro_batch_of(experiment), machine)
+        values = budget.stage_activations(value, learner, stage, job.batches[0], machine)
         moments["training of the value model"] = {k: float(v) for k, v in values.items()}
     if publishing:
         moments["publishing"] = publishing
     # A checkpoint is copied to the host before it is written.
     saved = float(trained * machine.weight_bytes)
-    host = {"checkpoint": saved + optimizer} if target.gpu else {}
+    host = {"checkpoint": saved + optimizer} if machine.gpu else {}
     if layout.distributed_optimizer:
         on_device, beside = max(gathered)
         moments["checkpoint"] = {"gathered optimizer": on_device}
-        host = {"checkpoint": saved + beside} if target.gpu else {}
+        host = {"checkpoint": saved + beside} if machine.gpu else {}
     return RankKind(name, ranks, held, moments, host)
 
 
@@ -258,7 +286,7 @@ def _reference(experiment: WholeExperiment, family: Family, target: Target) -> l
     return kinds
 
 
-def _optimizers(family: Family, learner: LearnerConfig, stage: int) -> list[tuple[int, int]]:
+def _optimizers(family: Family, learner: TrainingConfig, stage: int) -> list[tuple[int, int]]:
     """Weights of each of Megatron's optimizers on one rank, and how many ranks share its state.
 
     Experts have their own: a rank's are copied on those ranks of its stage alone that hold the same ones.
@@ -271,12 +299,12 @@ def _optimizers(family: Family, learner: LearnerConfig, stage: int) -> list[tupl
     return _shared(parts, learner)
 
 
-def _copies(learner: LearnerConfig) -> int:
+def _copies(learner: TrainingConfig) -> int:
     """Data-parallel ranks."""
     return learner.processes // learner.parallel.pipeline // learner.parallel.tensor
 
 
-def _shared(parts: list[tuple[int, int]], learner: LearnerConfig) -> list[tuple[int, int]]:
+def _shared(parts: list[tuple[int, int]], learner: TrainingConfig) -> list[tuple[int, int]]:
     return parts if learner.parallel.distributed_optimizer else [(weights, 1) for weights, _ in parts]
 
 
@@ -326,7 +354,9 @@ def kv_bytes_per_token(family: Family, engine: EngineConfig, element_bytes: int)
 def _server(experiment: WholeExperiment, family: Family, target: Target) -> RankKind:
     engine, length = experiment.rollout.engine, experiment.model.max_length
     size = WEIGHT_BYTES[experiment.model.dtype]
-    kind = _engine("rollout server rank", experiment.rollout.servers, family, engine, size, length, target)
+    kind = engine_ranks(
+        "rollout server rank", experiment.rollout.servers, family, engine, size, length, target
+    )
     staging = float(budget.whole_parameters(family) * size)
     if target.gpu:
         landing = {"landing bucket": float(_bucket_bytes(experiment, True))}
@@ -334,10 +364,10 @@ def _server(experiment: WholeExperiment, family: Family, target: Target) -> Rank
     return replace(kind, held=kind.held | {"staging": staging})
 
 
-def _scorers(experiment: WholeExperiment, target: Target) -> list[RankKind]:
+def scorers(experiment: WholeExperiment | PredictionExperiment, target: Target) -> list[RankKind]:
     """One engine of each reward model; nothing is published to it."""
     return [
-        _engine(
+        engine_ranks(
             f"scorer {name} rank",
             1,
             families.read(reward.model, "score"),
@@ -350,7 +380,7 @@ def _scorers(experiment: WholeExperiment, target: Target) -> list[RankKind]:
     ]
 
 
-def _engine(
+def engine_ranks(
     name: str, engines: int, family: Family, engine: EngineConfig, size: int, length: int, target: Target
 ) -> RankKind:
     """Ranks of so many vLLMs that hold a model.

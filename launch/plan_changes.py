@@ -5,7 +5,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from launch.experiment import WholeExperiment
-from launch.plan import Plan, of
+from launch.plan import Plan
+from launch.plan_stages import of_experiment
+from learner.offline.config import OfflineExperiment
 from rollout.config import runs_on_cpu
 
 MOST_TENSOR = 8
@@ -43,6 +45,8 @@ def _kinds(plan: Plan, part: str) -> list[Any]:
 def _too_large(plan: Plan, part: str) -> bool:
     limit = plan.target.device_gib * 2**30
     kinds = _kinds(plan, part)
+    if not kinds:
+        return False
     if not plan.target.gpu:
         # One machine for all: what the other service takes is not there.
         limit -= sum(kind.total * kind.ranks for kind in plan.kinds if kind not in kinds)
@@ -59,13 +63,19 @@ def _changed(plan: Plan, settings: Settings) -> Plan:
         for part in path:
             section = section[part]
         section[last] = value
-    return of(WholeExperiment.model_validate(fields), plan.family, plan.target)
+    return of_experiment(type(plan.experiment).model_validate(fields), plan.target)
 
 
 def _learner_tries(plan: Plan) -> Iterator[Settings]:
     """From the cheapest: recomputing costs a third more arithmetic, a split costs communication, devices cost
     money."""
-    learner, family = plan.experiment.learner, plan.family
+    experiment, family = plan.experiment, plan.family
+    if isinstance(experiment, WholeExperiment):
+        learner, divided_by = experiment.learner, experiment.buffer.groups_per_batch
+    elif isinstance(experiment, OfflineExperiment):
+        learner, divided_by = experiment.learner, experiment.learner.batch_size
+    else:
+        return iter(())
     tensors = [n for n in family.tensor_sizes(MOST_TENSOR) if n >= learner.parallel.tensor]
     count = family.mixture.experts if family.mixture else 1
     experts = [n for n in range(learner.parallel.expert, count + 1) if count % n == 0]
@@ -92,7 +102,7 @@ def _learner_tries(plan: Plan) -> Iterator[Settings]:
         turned_off = (learner.recompute, learner.parallel.distributed_optimizer) > (recompute, sharded)
         copies = ranks // (tensor * pipeline)
         divided = not ranks % (tensor * pipeline) and not ranks // pipeline % expert
-        if not divided or turned_off or copies > plan.experiment.buffer.groups_per_batch:
+        if not divided or turned_off or copies > divided_by:
             continue
         splits = 3.0 * (tensor / learner.parallel.tensor - 1) + 4.0 * (
             pipeline / learner.parallel.pipeline - 1
@@ -104,6 +114,8 @@ def _learner_tries(plan: Plan) -> Iterator[Settings]:
 
 
 def _server_tries(plan: Plan) -> Iterator[Settings]:
+    if not isinstance(plan.experiment, WholeExperiment):
+        return
     engine = plan.experiment.rollout.engine
     for ranks in (1, 2, 4, 8, 16, 32):
         tensor, pipeline = min(ranks, MOST_TENSOR), max(1, ranks // MOST_TENSOR)
@@ -125,6 +137,8 @@ def _devices(plan: Plan) -> list[str]:
     there = plan.target.devices
     if not plan.target.gpu or there is None or plan.devices <= there:
         return []
+    if not isinstance(plan.experiment, WholeExperiment):
+        return [f"devices: take {plan.devices}"]
     engine, learner = plan.experiment.rollout.engine, plan.experiment.learner.processes
     each = engine.tensor_parallel * engine.pipeline_parallel
     parts = {"the learner": learner}

@@ -1,15 +1,17 @@
 """A plan for people, one table, and for programs, one JSON object."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from rich.console import Console
 from rich.measure import Measurement
 from rich.table import Table
 
+from launch.experiment import WholeExperiment
 from launch.plan import GIB, Plan, RankKind
 from launch.plan_changes import changes
+from rollout.config import PredictionExperiment
 
 NUMBER = 8
 """Columns of a number, in brackets."""
@@ -17,21 +19,13 @@ NUMBER = 8
 
 def print_plan(plan: Plan, console: Console) -> int:
     """Returns: the exit code, 1 when it does not fit."""
-    experiment, learner = plan.experiment, plan.experiment.learner
-    layout, engine = learner.parallel, experiment.rollout.engine
-    data = learner.processes // (layout.tensor * layout.pipeline)
-    experts = f", expert {layout.expert}" if plan.family.mixture else ""
-    servers, each = experiment.rollout.servers, engine.tensor_parallel * engine.pipeline_parallel
     say = _quiet(console)
     say(
-        f"[bold]{experiment.name}[/]: {plan.model_bytes / _per_element(plan) / 1e9:.2f} B parameters in "
-        f"{experiment.model.dtype}, {plan.family.architecture}"
+        f"[bold]{plan.experiment.name}[/]: {plan.model_bytes / _per_element(plan) / 1e9:.2f} B parameters in "
+        f"{plan.experiment.model.dtype}, {plan.family.architecture}"
     )
-    say(
-        f"learner of {_ranks(learner.processes)} (tensor {layout.tensor}, pipeline {layout.pipeline}, "
-        f"data {data}{experts}), micro-batches of {learner.tokens_per_microbatch} tokens; "
-        f"{servers} server{'s' * (servers != 1)} of {_ranks(each)}"
-    )
+    if ranks := "; ".join(_layouts(plan)):
+        say(ranks)
     table = _table(plan)
     unlimited = console.options.update(max_width=10_000)
     if Measurement.get(console, unlimited, table).minimum <= console.width:
@@ -42,8 +36,8 @@ def print_plan(plan: Plan, console: Console) -> int:
     for kind in plan.kinds:
         for note in kind.notes:
             say(f"{kind.name}: {note}")
-    seconds = ", ".join(f"{s:.1f} s at {gbit}" for gbit, s in plan.publish_seconds().items())
-    say(f"publish {plan.model_bytes / GIB:.1f} GiB a version: {seconds} Gbit/s")
+    if seconds := ", ".join(f"{s:.1f} s at {gbit}" for gbit, s in plan.publish_seconds().items()):
+        say(f"publish {plan.model_bytes / GIB:.1f} GiB a version: {seconds} Gbit/s")
     verdict, fits = _verdict(plan), not plan.reasons()
     say(f"[bold {'green' if fits else 'red'}]{verdict}[/]")
     for line in changes(plan):
@@ -51,8 +45,31 @@ def print_plan(plan: Plan, console: Console) -> int:
     return 0 if fits else 1
 
 
-def as_json(plan: Plan) -> str:
-    fields: dict[str, Any] = {
+def _layouts(plan: Plan) -> Iterator[str]:
+    """Of the learner's ranks, and of the servers'."""
+    experiment = plan.experiment
+    if not isinstance(experiment, PredictionExperiment):
+        learner, layout = experiment.learner, experiment.learner.parallel
+        data = learner.processes // (layout.tensor * layout.pipeline)
+        experts = f", expert {layout.expert}" if plan.family.mixture else ""
+        yield (
+            f"learner of {_ranks(learner.processes)} (tensor {layout.tensor}, pipeline {layout.pipeline}, "
+            f"data {data}{experts}), micro-batches of {learner.tokens_per_microbatch} tokens"
+        )
+    if isinstance(experiment, WholeExperiment):
+        engine, servers = experiment.rollout.engine, experiment.rollout.servers
+        each = engine.tensor_parallel * engine.pipeline_parallel
+        yield f"{servers} server{'s' * (servers != 1)} of {_ranks(each)}"
+
+
+def as_json(plans: Sequence[Plan]) -> str:
+    """One object: the plan's, or with several `stages`, a list of them."""
+    told = [_fields(plan) for plan in plans]
+    return json.dumps(told[0] if len(told) == 1 else {"stages": told}, indent=2)
+
+
+def _fields(plan: Plan) -> dict[str, Any]:
+    return {
         "name": plan.experiment.name,
         "parameters": plan.model_bytes // _per_element(plan),
         "devices": plan.devices,
@@ -75,7 +92,6 @@ def as_json(plan: Plan) -> str:
             for kind in plan.kinds
         ],
     }
-    return json.dumps(fields, indent=2)
 
 
 def _per_element(plan: Plan) -> int:
@@ -143,10 +159,15 @@ def _verdict(plan: Plan) -> str:
         return f"FITS: all ranks take {total:.1f} of {plan.target.device_gib:g} GiB"
     fullest = max(plan.kinds, key=lambda kind: kind.total)
     there = f" of {plan.target.devices}" if plan.target.devices else ""
+    gib = plan.server_host_bytes / GIB
+    host = (
+        f"; the host of a server must have {gib:.0f} GiB to stage a version on each of its ranks"
+        if gib
+        else ""
+    )
     return (
         f"FITS: {plan.devices}{there} devices; {fullest.name} is the fullest with "
-        f"{fullest.total / GIB:.1f} of {plan.target.device_gib:g} GiB; the host of a server must have "
-        f"{plan.server_host_bytes / GIB:.0f} GiB to stage a version on each of its ranks"
+        f"{fullest.total / GIB:.1f} of {plan.target.device_gib:g} GiB{host}"
     )
 
 

@@ -10,7 +10,7 @@ really take.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from learner.config import LearnerConfig, LoraConfig, ParallelConfig
+from learner.config import LoraConfig, ParallelConfig, TrainingConfig
 from learner.families import Family
 
 FLOAT32 = 4
@@ -251,7 +251,7 @@ def forward_bytes(
 
 
 def kept_activations(
-    family: Family, learner: LearnerConfig, stage: int, batch: MicroBatch, machine: Machine
+    family: Family, learner: TrainingConfig, stage: int, batch: MicroBatch, machine: Machine
 ) -> dict[str, int]:
     """Bytes that the layers of a stage keep, for every micro-batch in flight.
 
@@ -271,7 +271,7 @@ def kept_activations(
 
 
 def stage_activations(
-    family: Family, learner: LearnerConfig, stage: int, batch: MicroBatch, machine: Machine
+    family: Family, learner: TrainingConfig, stage: int, batch: MicroBatch, machine: Machine
 ) -> dict[str, int]:
     """What one rank takes at the fullest moment of a forward and backward pass, by what it is for.
 

@@ -48,7 +48,13 @@ def sources() -> list[Path]:
 
 
 ENTRIES = ("launch.cli", "launch.local", "launch.screen", "launch.offline")
-PLANNING = ("launch.plan", "launch.plan_changes", "launch.plan_screen", "launch.tuning_screen")
+PLANNING = (
+    "launch.plan",
+    "launch.plan_changes",
+    "launch.plan_screen",
+    "launch.plan_stages",
+    "launch.tuning_screen",
+)
 
 
 @pytest.mark.parametrize("module", [*LIGHT, *ENTRIES, *PLANNING])

@@ -290,7 +290,7 @@ def test_publish_seconds_are_the_models_bits_over_the_links():
 
 def test_json_says_what_the_table_says():
     made = planned(devices=6)
-    told = json.loads(as_json(made))
+    told = json.loads(as_json([made]))
     assert told["fits"] is False
     assert told["reasons"] == ["8 devices are needed, 6 are there"]
     assert told["changes"] == ["devices: set rollout.servers=2, or take 8 devices"]
