@@ -5,7 +5,6 @@ Knows nothing of what the services do; `launch/local.py` says which there are. E
 """
 
 import os
-import re
 import shutil
 import signal
 import subprocess
@@ -15,6 +14,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
+
+from rollout.engine_log import named_error
 
 GUARD = Path(__file__).with_name("guard.py")
 POLL_S = 0.1
@@ -27,8 +28,6 @@ LOOKED_AT_BYTES = 1 << 18
 """Of a log's end."""
 LONGEST_LINE = 400
 """Characters of a log's line that are shown."""
-ERROR = re.compile(r"(?:^|\s)(?P<told>(?:\w+\.)*\w*(?:Error|Exception): \S.*)")
-POINTER = re.compile(r"root cause|See stack trace|died unexpectedly", re.IGNORECASE)
 TORCHRUN_NOISE = ("torch/distributed/elastic", "torch/distributed/run.py", "torch/distributed/launcher")
 
 
@@ -222,14 +221,9 @@ def last_lines(log: Path, offset: int = 0, count: int = 15) -> list[str]:
 
 
 def last_error(log: Path, offset: int = 0) -> str | None:
-    """The last exception that a log names, written after `offset` bytes; None without one.
-
-    Those that only point to another, as vLLM's do when a process of its own has failed, do not count, nor
-    what was warned of and passed.
-    """
-    lines = [line for line in _own_lines(log, offset) if " WARNING " not in line]
-    found = (ERROR.search(line) for line in reversed(lines))
-    return next((_cut(f["told"]) for f in found if f and not POINTER.search(f["told"])), None)
+    """The last exception that a log names, written after `offset` bytes; None without one."""
+    found = named_error(_own_lines(log, offset))
+    return None if found is None else _cut(found)
 
 
 def _own_lines(log: Path, offset: int) -> list[str]:

@@ -1,6 +1,7 @@
 """vLLM's AsyncLLM in this process, its core and workers in processes of their own: start, watch, end."""
 
 import asyncio
+import json
 import logging
 import math
 import os
@@ -12,6 +13,7 @@ from typing import Any
 from buffer.processor import COMPUTING_ENVIRONMENT, native_dtype
 from rollout.config import EngineConfig
 from rollout.engine import EngineFailed
+from rollout.engine_log import POINTER, said_since, standard_error
 from rollout.orphans import children_without_ctrl_c, start_guard
 
 logger = logging.getLogger(__name__)
@@ -60,6 +62,8 @@ class VLLMProcess:
                 f"engine.kv_cache_gib={self._config.kv_cache_gib:g}: this machine has {free:.1f} GiB of "
                 "memory left; lower it, or end what else takes memory"
             )
+        if on_cpu and (unknown := _unknown_heads(model)) is not None:
+            raise EngineFailed(unknown)
         if on_cpu and dtype == "bfloat16" != native_dtype():
             logger.warning("this processor emulates bfloat16, far slower than float32; set dtype float32")
         args = AsyncEngineArgs(
@@ -77,11 +81,15 @@ class VLLMProcess:
             use_tqdm_on_load=False,
             **arguments,
         )
+        before = standard_error()
         try:
             with children_without_ctrl_c():
                 self.llm = AsyncLLM.from_engine_args(args)
         except (RuntimeError, ValueError, OSError) as error:
-            raise EngineFailed(f"vLLM does not start with {model}: {first_line(error)}") from error
+            # Of what failed in a process of its own vLLM says here only that the cause stands above.
+            told = first_line(error)
+            cause = said_since(before) if POINTER.search(told) else None
+            raise EngineFailed(f"vLLM does not start with {model}: {cause or told}") from error
 
     async def wait_failed(self) -> str:
         """Wait until the engine dies by itself; returns what is known of why."""
@@ -99,6 +107,20 @@ class VLLMProcess:
         if self._guard is not None:
             await asyncio.to_thread(self._guard.communicate)  # closes the pipe; what vLLM left over is killed
             self._guard = None
+
+
+def _unknown_heads(model: str) -> str | None:
+    """Why vLLM's attention on CPU cannot compute a model, which it would say a minute later and elsewhere."""
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+    config = json.loads((Path(model) / "config.json").read_text())
+    heads, hidden = config.get("num_attention_heads"), config.get("hidden_size")
+    size = config.get("head_dim") or (hidden // heads if heads and hidden else None)
+    known = CPUAttentionBackend.get_supported_head_sizes()
+    if size is None or not known or size in known:
+        return None
+    sizes = ", ".join(map(str, known))
+    return f"{model}: attention heads of {size}; vLLM on CPU computes those of {sizes}"
 
 
 def _free_gib() -> float:

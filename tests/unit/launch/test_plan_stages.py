@@ -87,6 +87,8 @@ def test_what_is_proposed_to_a_stage_fits(written):
     settings = [word.rstrip(";") for line in changes(made) for word in line.split() if "=" in word]
     (changed,) = plans(written("a.yaml", stage("sft")), settings, target)
     assert changed.reasons() == []
+    (on_cpu,) = plans(written("a.yaml", stage("sft")), [], Target(gpu=False, device_gib=8))
+    assert [line.split(":")[0] for line in changes(on_cpu)] == ["learner"], "there is no server to change"
 
 
 def test_every_stage_of_a_pipeline_is_planned_from_the_models_it_will_have(written):

@@ -61,3 +61,24 @@ def test_without_a_terminal_all_stays_where_it_was(log):
     done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
     assert (done.stdout, done.stderr) == ("page\nlater\n", "before\nafter\nworse\n")
     assert not log.exists()
+
+
+FAILS = """
+import subprocess, sys
+from rollout.engine_log import said_since, standard_error
+print("ValueError: of another start", file=sys.stderr, flush=True)
+before = standard_error()
+subprocess.run(["sh", "-c", "echo '(EngineCore pid=7) ERROR [core.py:1] ValueError: no room' >&2"])
+print("RuntimeError: Engine core failed. See root cause above.", file=sys.stderr, flush=True)
+print(said_since(before), said_since(standard_error()), sep=", ")
+"""
+
+
+@pytest.mark.parametrize("into_a_file", [True, False])
+def test_what_an_engines_process_failed_of_is_found_where_standard_error_is_a_file(tmp_path, into_a_file):
+    with (tmp_path / "server-0.log").open("wb") as log:
+        command = [sys.executable, "-c", FAILS]
+        where = log if into_a_file else subprocess.PIPE
+        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=where, timeout=60, check=True)
+    found = "ValueError: no room" if into_a_file else "None"
+    assert done.stdout.decode() == f"{found}, None\n", "and nothing that was said before"
