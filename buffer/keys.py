@@ -1,6 +1,6 @@
 """CURVE keys: who may speak to whom, how the keys lie in a folder, and how a socket gets them.
 
-Each role has one key pair, which all its processes share. What is public of all five stands in one file, so a
+Each role has one key pair, which all its processes share. What is public of all six stands in one file, so a
 host needs that file and the secret of its own role, and nothing else of the folder. A server admits the keys
 of the roles that have business with it, by name; ZeroMQ asks it for each connection, in this process
 (rfc.zeromq.org/spec/26 for CURVE, /spec/27 for the question).
@@ -21,12 +21,13 @@ from typing import Any
 import zmq
 from zmq.utils import z85
 
-ROLES = ("buffer", "learner", "rollout", "scorer", "reference")
+ROLES = ("buffer", "learner", "rollout", "scorer", "reference", "value")
 ADMITTED: Mapping[str, tuple[str, ...]] = {
-    "buffer": ("learner", "rollout", "scorer", "reference"),
+    "buffer": ("learner", "rollout", "scorer", "reference", "value"),
     "learner": ("rollout",),
     "scorer": ("rollout",),
     "reference": ("learner",),
+    "value": ("learner",),
 }
 """Server → the roles whose keys it admits."""
 

@@ -33,6 +33,7 @@ ROLES_OF_KEY = {
     "learner": ("learner", "observer"),
     "scorer": ("observer",),
     "reference": ("observer",),
+    "value": ("observer",),
 }
 """As what a client may come, by the role that its key is of."""
 

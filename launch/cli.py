@@ -130,15 +130,24 @@ def learner(config: Config, overrides: Overrides = None) -> None:
 @app.command()
 def reference(config: Config, overrides: Overrides = None) -> None:
     """Run the frozen reference's own ranks on this machine (learner.reference), for the whole run."""
-    from launch.services import torchrun
+    _become_job("reference", "learner.reference", "reference", config, overrides)
 
-    experiment = _check(config, overrides, "reference")
-    of = experiment.learner.reference
+
+@app.command()
+def value(config: Config, overrides: Overrides = None) -> None:
+    """Run the value model's own ranks on this machine (learner.value.ranks), for the whole run."""
+    _become_job("value", "learner.value.ranks", "value model", config, overrides)
+
+
+def _become_job(service: str, key: str, model: str, config: Path, overrides: list[str] | None) -> NoReturn:
+    """Torchrun, with the ranks of a model that has its own."""
+    from launch.experiment import apart
+    from launch.services import JOBS, torchrun
+
+    of = apart(_check(config, overrides, service).learner).get(service)
     if of is None:
-        raise ValueError(
-            f"{config}: learner.reference: missing; without it the reference is on the learner's own ranks"
-        )
-    command = [*torchrun(of.processes), "learner.reference", str(config), *(overrides or [])]
+        raise ValueError(f"{config}: {key}: missing; without it the {model} is on the learner's own ranks")
+    command = [*torchrun(of.processes), JOBS[service][0], str(config), *(overrides or [])]
     os.execv(command[0], command)
 
 

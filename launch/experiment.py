@@ -36,7 +36,7 @@ from buffer.keys import KeysError, check_keys
 from buffer.router import unguarded
 from launch import model_folder
 from learner import families
-from learner.config import LearnerConfig, LearnerExperiment, TrainingConfig
+from learner.config import LearnerConfig, LearnerExperiment, OwnRanks, TrainingConfig
 from learner.offline.config import OfflineExperiment
 from rollout.config import (
     FunctionReward,
@@ -51,7 +51,7 @@ from rollout.scorer.folder import model_reward
 from sync.addresses import host_of
 from sync.config import SyncConfig
 
-SERVICES = ("buffer", "rollout", "scorer", "learner", "reference")
+SERVICES = ("buffer", "rollout", "scorer", "learner", "reference", "value")
 
 ANY_PORT = (
     "port 0 is whichever is free, and the other services could not know which; set a fixed one (only "
@@ -82,6 +82,13 @@ def reward_models(e: WholeExperiment | PredictionExperiment) -> dict[str, ModelR
     return {name: r for name, r in rewards if isinstance(r, ModelReward) and r.weight != 0}
 
 
+def apart(learner: LearnerConfig) -> dict[str, OwnRanks]:
+    """Models with ranks of their own beside the learner's, by the service that holds them."""
+    value = learner.value.ranks if learner.value is not None else None
+    jobs = {"reference": learner.reference, "value": value}
+    return {service: of for service, of in jobs.items() if of is not None}
+
+
 def _lengths(e: WholeExperiment) -> list[str]:
     limits = {"rollout.sampling.max_tokens": e.rollout.sampling.max_tokens}
     if e.eval and e.eval.max_tokens:
@@ -107,9 +114,8 @@ def _shards(e: WholeExperiment) -> list[str]:
 def addresses(e: WholeExperiment) -> dict[str, str]:
     """Where each service listens, by the key that says so."""
     scorers = {f"rollout.rewards.{name}.address": r.address for name, r in reward_models(e).items()}
-    of = e.learner.reference
-    reference = {} if of is None else {"learner.reference.address": of.address}
-    return {"buffer.address": e.buffer.address, "sync.address": e.sync.address, **scorers, **reference}
+    jobs = {f"{job.KEY}.address": job.address for job in apart(e.learner).values()}
+    return {"buffer.address": e.buffer.address, "sync.address": e.sync.address, **scorers, **jobs}
 
 
 def _addresses(e: WholeExperiment) -> list[str]:
@@ -145,8 +151,9 @@ def _reach(e: WholeExperiment) -> list[str]:
 
 REACHES = {
     "buffer": ("buffer.",),
-    "learner": ("buffer.", "sync.", "learner.reference."),
+    "learner": ("buffer.", "sync.", "learner.reference.", "learner.value."),
     "reference": ("buffer.", "learner.reference."),
+    "value": ("buffer.", "learner.value."),
     "rollout": ("buffer.", "sync.", "rollout.rewards."),
     "scorer": ("rollout.rewards.",),
 }
@@ -229,9 +236,10 @@ def _unknown_functions(e: WholeExperiment, services: Iterable[str]) -> list[str]
 
 def _keys(e: WholeExperiment, services: Iterable[str]) -> list[str]:
     """What is wrong with the keys of the services that start here."""
-    absent = {"scorer": not reward_models(e), "reference": e.learner.reference is None}
+    absent = set() if reward_models(e) else {"scorer"}
+    absent |= {"reference", "value"} - set(apart(e.learner))
     try:
-        check_keys(e.security.keys, [s for s in services if not absent.get(s)])
+        check_keys(e.security.keys, [s for s in services if s not in absent])
     except KeysError as error:
         return [f"security.keys={e.security.keys}: {error}"]
     return []
@@ -271,7 +279,7 @@ def read(path: str | Path, overrides: list[str], services: Collection[str] = SER
         reasons += missing_rows(experiment)
     if "rollout" in services:
         reasons += engine_faults("rollout.engine", experiment.rollout.engine)
-    if {"rollout", "learner", "reference"} & set(services):
+    if {"rollout", "learner", "reference", "value"} & set(services):
         reasons += _models(experiment, services)
     if "learner" in services:
         reasons += _missing(_texts(experiment))
@@ -318,17 +326,24 @@ def check_kind(path: str | Path, overrides: list[str], wanted: Kind) -> None:
 
 def _models(e: WholeExperiment, services: Iterable[str]) -> list[str]:
     """Of the policy, of the value model, and of the reference."""
-    path, length, reference = e.model.path, e.model.max_length, e.learner.reference
-    layout, value = (e.learner.parallel, e.learner.value) if "learner" in services else (None, None)
+    path, length, reference, value = e.model.path, e.model.max_length, e.learner.reference, e.learner.value
+    layout = e.learner.parallel if "learner" in services else None
     found = model_folder.trained("model.path", path, length, layout)
     if reference is not None and not found and {"learner", "reference"} & set(services):
         try:
             families.read(path).check_layout(reference.parallel, "learner.reference.parallel")
         except ValueError as error:
             found = [f"model.path={path}: {error}"]
-    if value is not None:
+    if value is not None and {"learner", "value"} & set(services):
+        of, key = (value.ranks, value.ranks.KEY) if value.ranks is not None else (None, "learner")
         found += model_folder.trained(
-            "learner.value.path", value.path, length, layout, head="score", tokenizer=False
+            "learner.value.path",
+            value.path,
+            length,
+            of.parallel if of is not None else layout,
+            head="score",
+            tokenizer=False,
+            layout_key=f"{key}.parallel",
         )
     return found
 

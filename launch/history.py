@@ -81,6 +81,8 @@ class History:
     servers: dict[str, list[Record]] = field(default_factory=dict)
     reference: list[Record] = field(default_factory=list)
     """Of a reference on ranks of its own."""
+    value: list[Record] = field(default_factory=list)
+    """Of a value model on ranks of its own."""
     scores: dict[int, Record] = field(default_factory=dict)
     """Evaluation score lines by policy version; none where every prompt was dropped."""
     completions: dict[int, dict[tuple[str, int], Record]] = field(default_factory=dict)
@@ -98,6 +100,7 @@ class History:
         self.steps |= records
         self._add(self.buffer, "buffer")
         self._add(self.reference, "reference")
+        self._add(self.value, "value")
         for path in sorted((self.run_dir / "metrics").glob("rollout-*.jsonl")):
             self._add(self.servers.setdefault(path.stem.removeprefix("rollout-"), []), path.stem)
         for record in self._tail("eval.jsonl").new():

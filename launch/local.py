@@ -15,7 +15,7 @@ from rich.console import Console
 
 from buffer.experiment import Experiment
 from launch import resuming
-from launch.experiment import WholeExperiment, addresses, differences, dump, resolved, reward_models
+from launch.experiment import WholeExperiment, addresses, apart, differences, dump, resolved, reward_models
 from launch.history import History
 from launch.placement import settle_address, usable_cores, visible_gpus
 from launch.screen import Screen
@@ -24,9 +24,17 @@ from launch.summary import summarize
 from launch.supervisor import POLL_S, Failure, Service, Supervisor
 from launch.watchdog import Watchdog
 
-STOP_S = {"learner": 180.0, "reference": 20.0, "rollout": 30.0, "scorer": 20.0, "buffer": 20.0}
-"""After SIGTERM, in the order in which the roles stop: the learner ends its step with the reference's answers
-and tells the buffer of its last checkpoint, and the servers give it their leases back."""
+STOP_S = {
+    "learner": 180.0,
+    "reference": 20.0,
+    "value": 20.0,
+    "rollout": 30.0,
+    "scorer": 20.0,
+    "buffer": 20.0,
+}
+"""After SIGTERM, in the order in which the roles stop: the learner ends its step with the answers of those
+beside it, has the value model write its part of the last checkpoint, and tells the buffer of it; servers then
+give the buffer their leases back."""
 
 
 class RunError(ValueError):
@@ -179,9 +187,15 @@ def settle(e: WholeExperiment) -> WholeExperiment:
     }
     rollout = e.rollout.model_copy(update={"rewards": e.rollout.rewards | scorers})
     learner = e.learner
-    if (of := learner.reference) is not None:
-        of = of.model_copy(update={"address": found["learner.reference.address"]})
-        learner = learner.model_copy(update={"reference": of})
+    jobs = {
+        service: of.model_copy(update={"address": found[f"{of.KEY}.address"]})
+        for service, of in apart(learner).items()
+    }
+    if "reference" in jobs:
+        learner = learner.model_copy(update={"reference": jobs["reference"]})
+    if "value" in jobs and learner.value is not None:
+        value = learner.value.model_copy(update={"ranks": jobs["value"]})
+        learner = learner.model_copy(update={"value": value})
     return e.model_copy(update={"buffer": buffer, "sync": sync, "rollout": rollout, "learner": learner})
 
 
@@ -251,7 +265,9 @@ def announce(e: WholeExperiment, history: History, console: Console) -> None:
     servers = f"{e.rollout.servers} rollout server{'s' * (e.rollout.servers > 1)}"
     models = len(reward_models(e))
     scorers = f"{models} scorer{'s' * (models > 1)}, " if models else ""
-    ranks = ", ".join(f"{n} {job} rank{'s' * (n > 1)}" for job, n in training_jobs(e).items())
+    ranks = ", ".join(
+        f"{job.processes} {name} rank{'s' * (job.processes > 1)}" for name, job in training_jobs(e).items()
+    )
     device = f"{len(visible_gpus())} GPU" if visible_gpus() else f"{len(usable_cores())} cores"
     lines = {
         "model": f"{e.model.path} · {e.model.dtype}, at most {e.model.max_length} tokens",

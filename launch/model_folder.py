@@ -25,6 +25,7 @@ def trained(
     layout: ParallelConfig | None = None,
     head: Head = "vocabulary",
     tokenizer: bool = True,
+    layout_key: str = "learner.parallel",
 ) -> list[str]:
     """What is wrong with a folder whose model the learner trains, in one line at most.
 
@@ -32,9 +33,10 @@ def trained(
         key: The setting that names it, for the line.
         path: The folder.
         max_length: Longest sequence it is to take, tokens.
-        layout: How the learner's ranks share it; None where they run on another machine.
+        layout: How ranks share it; None where they run on another machine.
         head: What is trained on it.
         tokenizer: Whether its tokenizer is used.
+        layout_key: The setting that the layout is.
     """
     fields, found = _config(key, path)
     found = found or _length(path, fields, max_length) or _weights(key, path)
@@ -43,7 +45,7 @@ def trained(
     try:
         family = families.read(path, head)
         if layout is not None:
-            family.check_layout(layout)
+            family.check_layout(layout, layout_key)
     except ValueError as error:
         return [f"{key}={path}: {str(error).removeprefix(f'{path}/')}"]
     return _shapes(key, path, family)

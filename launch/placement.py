@@ -46,7 +46,7 @@ def split_cores(cores: list[int], engines: Sequence[int], processes: int) -> Cor
     Args:
         cores: The usable cores' numbers.
         engines: Ranks of each engine on this machine, of servers and scorers; each rank gets its own cores.
-        processes: Ranks of the learner on this machine, and of a reference beside it.
+        processes: Ranks of the learner on this machine, and of the models that have their own beside it.
     """
     engine_ranks = sum(engines)
     share = len(cores) // 2 // engine_ranks

@@ -2,9 +2,9 @@
 
     slipstream plan CONFIG --devices 8 --device-gib 80
 
-Rank kinds: the learner's pipeline stages (global rank 0 apart, because it publishes), those of a reference on
-ranks of its own, and the engine ranks of scorers and of rollout servers. `launch/plan_stages.py` plans
-offline stages and pipelines by the same arithmetic.
+Rank kinds: the learner's pipeline stages (global rank 0 apart, because it publishes), those of a reference
+and of a value model on ranks of their own, and the engine ranks of scorers and of rollout servers.
+`launch/plan_stages.py` plans offline stages and pipelines by the same arithmetic.
 """
 
 import os
@@ -140,12 +140,14 @@ def plan(config: Path, overrides: list[str], target: Target) -> Plan:
 def of(experiment: WholeExperiment, family: Family, target: Target) -> Plan:
     """The plan of an experiment that was read already."""
     family.check_layout(experiment.learner.parallel)
-    if experiment.learner.value is not None:
-        families.read(experiment.learner.value.path, "score").check_layout(experiment.learner.parallel)
+    if (value := experiment.learner.value) is not None:
+        of, key = (value.ranks, value.ranks.KEY) if value.ranks else (experiment.learner, "learner")
+        families.read(value.path, "score").check_layout(of.parallel, f"{key}.parallel")
     if (reference := experiment.learner.reference) is not None:
         family.check_layout(reference.parallel, "learner.reference.parallel")
     servers = (*scorers(experiment, target), _server(experiment, family, target))
-    kinds = (*_learner(experiment, family, target), *_reference(experiment, family, target), *servers)
+    apart = (*_reference(experiment, family, target), *_value(experiment, target))
+    kinds = (*_learner(experiment, family, target), *apart, *servers)
     return Plan(experiment, family, target, kinds)
 
 
@@ -161,7 +163,8 @@ class Training:
     reference: bool = False
     """Whether the frozen reference is on the same ranks."""
     value: Family | None = None
-    """PPO's value model, which computes on the first of the batches."""
+    """PPO's value model on the same ranks, which computes on the first of the batches."""
+    called: str = "learner"
 
 
 def machine_of(experiment: WholeExperiment | OfflineExperiment, gpu: bool) -> Machine:
@@ -187,7 +190,8 @@ def _learner(experiment: WholeExperiment, family: Family, target: Target) -> lis
         longest = max(learner.tokens_per_microbatch, experiment.model.max_length)
         batches.append(MicroBatch(longest, longest, 0, longest))
     here = learner.algorithm.needs_reference and learner.lora is None and learner.reference is None
-    value = families.read(learner.value.path, "score") if learner.value is not None else None
+    of = learner.value
+    value = families.read(of.path, "score") if of is not None and of.ranks is None else None
     job = Training(family, learner, machine_of(experiment, target.gpu), tuple(batches), here, value)
     return training(job, _publishing(experiment, family, target.gpu))
 
@@ -200,7 +204,7 @@ def training(job: Training, publishing: dict[str, float] | None = None) -> list[
     """
     pipeline = job.learner.parallel.pipeline
     per_stage = job.learner.processes // pipeline
-    name = _stage_name(0, pipeline)
+    name = _stage_name(job, 0)
     kinds = [_stage(job, 0, name, per_stage - bool(publishing))]
     if publishing:
         first = f"{name}, rank 0" if per_stage > 1 else name
@@ -208,15 +212,16 @@ def training(job: Training, publishing: dict[str, float] | None = None) -> list[
     stages = range(1, pipeline)
     if pipeline > 3:
         # Of the middle ones the first keeps most micro-batches; all count as that one.
-        middle = _stage(job, 1, f"learner stages 2 to {pipeline - 1}", 0)
+        middle = _stage(job, 1, f"{job.called} stages 2 to {pipeline - 1}", 0)
         kinds.append(replace(middle, ranks=per_stage * (pipeline - 2)))
         stages = range(pipeline - 1, pipeline)
-    kinds += [_stage(job, s, _stage_name(s, pipeline), per_stage) for s in stages]
+    kinds += [_stage(job, s, _stage_name(job, s), per_stage) for s in stages]
     return [kind for kind in kinds if kind.ranks]
 
 
-def _stage_name(stage: int, pipeline: int) -> str:
-    return f"learner stage {stage + 1} of {pipeline}" if pipeline > 1 else "learner"
+def _stage_name(job: Training, stage: int) -> str:
+    pipeline = job.learner.parallel.pipeline
+    return f"{job.called} stage {stage + 1} of {pipeline}" if pipeline > 1 else job.called
 
 
 def _stage(
@@ -284,6 +289,23 @@ def _reference(experiment: WholeExperiment, family: Family, target: Target) -> l
         moments = {"forward pass": {item: float(size) for item, size in taken.items()}}
         kinds.append(RankKind(name, of.processes // layout.pipeline, held, moments))
     return kinds
+
+
+def _value(experiment: WholeExperiment, target: Target) -> list[RankKind]:
+    """Ranks of its own of PPO's value model: all that training it takes, and nothing of the policy."""
+    learner, value = experiment.learner, experiment.learner.value
+    if value is None or value.ranks is None:
+        return []
+    # Its weights are all trained, and no average is kept of them, whatever the policy's are.
+    changes = {
+        "processes": value.ranks.processes,
+        "parallel": value.ranks.parallel,
+        "lora": None,
+        "ema": None,
+    }
+    family, machine = families.read(value.path, "score"), machine_of(experiment, target.gpu)
+    job = learner.model_copy(update=changes)
+    return training(Training(family, job, machine, (micro_batch_of(experiment),), called="value model"))
 
 
 def _optimizers(family: Family, learner: TrainingConfig, stage: int) -> list[tuple[int, int]]:

@@ -142,7 +142,8 @@ def _devices(plan: Plan) -> list[str]:
     engine, learner = plan.experiment.rollout.engine, plan.experiment.learner.processes
     each = engine.tensor_parallel * engine.pipeline_parallel
     parts = {"the learner": learner}
-    for name, part in (("the reference", "reference"), ("the scorers", "scorer")):
+    others = ("the reference", "the value model", "the scorers")
+    for name, part in zip(others, ("reference", "value model", "scorer"), strict=True):
         if ranks := sum(kind.ranks for kind in _kinds(plan, part)):
             parts[name] = ranks
     servers = (there - sum(parts.values())) // each

@@ -9,7 +9,7 @@ from buffer.prompts import EVAL_SEED, load_rows, open_prompts
 from launch.experiment import SERVICES, WholeExperiment
 from learner.checkpoint_files import DamagedCheckpoint, read_meta
 from learner.offline.config import OfflineExperiment
-from learner.resuming import measures_from_start, newest, obstacle, shape_of
+from learner.resuming import measures_from_start, newest, obstacle, shape_of, sharded_apart
 
 
 def check(e: WholeExperiment, services: Collection[str] = SERVICES) -> None:
@@ -49,6 +49,7 @@ def check_checkpoint(e: WholeExperiment | OfflineExperiment) -> int:
         from learner.reference.fingerprint import fingerprint  # imports torch
 
         start = fingerprint(e.model, learner.init_from)
+    value = e.learner.value if isinstance(e, WholeExperiment) else None
     why = obstacle(
         path,
         meta,
@@ -58,7 +59,8 @@ def check_checkpoint(e: WholeExperiment | OfflineExperiment) -> int:
         shape=shape_of(e.model.path),
         start=start,
         start_at=learner.init_from or e.model.path,
-        value=isinstance(e, WholeExperiment) and e.learner.value is not None,
+        value=value is not None,
+        value_distributed_optimizer=sharded_apart(value),
         ema=learner.ema is not None,
     )
     if why is not None:

@@ -5,12 +5,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from buffer.processor import COMPUTING_ENVIRONMENT
-from launch.experiment import WholeExperiment, reward_models
+from launch.experiment import WholeExperiment, apart, reward_models
 from launch.placement import split_cores, split_gpus, usable_cores, visible_gpus
 from launch.supervisor import Service
+from learner.config import LearnerConfig, OwnRanks
 from rollout.config import EngineConfig
 
-JOBS = {"learner": ("learner", "learner"), "reference": ("learner.reference", "learner.reference")}
+JOBS = {
+    "reference": ("learner.reference", "learner.reference"),
+    "value": ("learner.value", "learner.value.ranks"),
+    "learner": ("learner", "learner"),
+}
 """Service → its module and its section, of those that torchrun starts."""
 SHUTDOWN_S = 600
 """After Ctrl-C torchrun kills the ranks when this is over; its own 30 s are less than many a step."""
@@ -20,7 +25,8 @@ def plan_services(e: WholeExperiment, config: Path) -> list[Service]:
     """The processes to start, with their shares of cores and GPUs."""
     engines = _engines(e)
     jobs = training_jobs(e)
-    cores = split_cores(usable_cores(), [engine.ranks for engine in engines], sum(jobs.values()))
+    ranks = sum(job.processes for job in jobs.values())
+    cores = split_cores(usable_cores(), [engine.ranks for engine in engines], ranks)
     shares = gpu_shares(e)
     visible = [{"CUDA_VISIBLE_DEVICES": s} for s in shares or []] or [{}] * (len(engines) + len(jobs))
     nowhere = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
@@ -30,11 +36,10 @@ def plan_services(e: WholeExperiment, config: Path) -> list[Service]:
         if bind and engine.config.cores is None and not visible_gpus():
             command.append(f"{engine.key}.cores={bind}")
         services.append(Service(engine.service, engine.role, command, environment))
-    if (reference := e.learner.reference) is not None:
-        threads = reference.threads or cores.learner_threads
-        services.append(_job("reference", config, reference.processes, threads, visible[-2]))
-    threads = e.learner.threads or cores.learner_threads
-    return [*services, _job("learner", config, e.learner.processes, threads, visible[-1])]
+    for (name, job), environment in zip(jobs.items(), visible[len(engines) :], strict=True):
+        threads = job.threads or cores.learner_threads
+        services.append(_job(name, config, job.processes, threads, environment))
+    return services
 
 
 @dataclass(frozen=True)
@@ -66,16 +71,16 @@ def _engines(e: WholeExperiment) -> list[Engine]:
     return servers + scorers
 
 
-def training_jobs(e: WholeExperiment) -> dict[str, int]:
-    """Ranks of each torchrun job here, the learner last."""
-    of = e.learner.reference
-    return ({} if of is None else {"reference": of.processes}) | {"learner": e.learner.processes}
+def training_jobs(e: WholeExperiment) -> dict[str, OwnRanks | LearnerConfig]:
+    """The section of each torchrun job here, the learner last."""
+    return {**apart(e.learner), "learner": e.learner}
 
 
 def gpu_shares(e: WholeExperiment) -> list[str] | None:
-    """CUDA_VISIBLE_DEVICES of each engine, then of the reference's ranks, if it has its own, and of the
-    learner; None when there are too few GPUs for that."""
-    return split_gpus(visible_gpus(), [*(engine.ranks for engine in _engines(e)), *training_jobs(e).values()])
+    """CUDA_VISIBLE_DEVICES of each engine, then of each torchrun job; None when there are too few GPUs for
+    that."""
+    jobs = (job.processes for job in training_jobs(e).values())
+    return split_gpus(visible_gpus(), [*(engine.ranks for engine in _engines(e)), *jobs])
 
 
 def _job(name: str, config: Path, processes: int, threads: int, environment: dict[str, str]) -> Service:

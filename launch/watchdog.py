@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from launch.experiment import WholeExperiment
+from launch.experiment import WholeExperiment, apart
 from launch.guard import children
 from launch.history import History, Record
 from launch.overview import clock as told
@@ -85,8 +85,9 @@ def diagnosis(experiment: WholeExperiment, history: History, now: float) -> Iter
     for name, lines in history.servers.items():
         if lines:
             yield _of_server(name, lines[-1], buffer, now)
-    if experiment.learner.reference is not None:
-        yield _of_reference(history.reference, now)
+    lines_of = {"reference": history.reference, "value": history.value}
+    for service in apart(experiment.learner):
+        yield _of_job({"value": "value model"}.get(service, service), lines_of[service], now)
     step = max(history.steps, default=None)
     made = "no step yet" if step is None else f"step {step}, {_age(history.steps[step], now)} ago"
     yield f"learner: made {made}"
@@ -121,14 +122,17 @@ def _of_server(name: str, line: Record, buffer: Record | None, now: float) -> st
     return f"{name}: waits for leases, {why}; it has version {version}"
 
 
-def _of_reference(lines: list[Record], now: float) -> str:
+def _of_job(model: str, lines: list[Record], now: float) -> str:
+    """Of a model on ranks of its own."""
     if not lines:
-        return "the reference has not come up"
+        return f"the {model} has not come up"
     if _silent(lines[-1], now):
-        return f"reference: has told nothing for {_age(lines[-1], now)}; it hangs, or its host is gone"
+        return f"{model}: has told nothing for {_age(lines[-1], now)}; it hangs, or its host is gone"
+    if missing := lines[-1].get("missing_copies", 0):
+        return f"{model}: waits for {missing} of the learner's copies with an update"
     if in_hand := lines[-1].get("in_hand", 0):
-        return f"reference: has {in_hand} micro-batches of the learner's in hand"
-    return "reference: waits for the learner"
+        return f"{model}: has {in_hand} requests of the learner's in hand"
+    return f"{model}: waits for the learner"
 
 
 def _silent(line: Record, now: float) -> bool:

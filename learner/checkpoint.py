@@ -10,19 +10,30 @@ whose files are all as meta.json says. It loads under another tensor, pipeline o
 """
 
 import logging
-import queue
 import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch.distributed as dist
 from safetensors import SafetensorError
 from torch.distributed.checkpoint.api import CheckpointException
 
 from buffer.handles import wait_for_handles
-from learner import collectives, generators, optimizer_resume, parallel
-from learner.checkpoint_files import EMA, META, VALUE, DamagedCheckpoint, complete, read_meta, verify
+from learner import collectives, generators, parallel
+from learner.checkpoint_files import (
+    EMA,
+    META,
+    VALUE,
+    DamagedCheckpoint,
+    being_written,
+    complete,
+    leftovers,
+    of_step,
+    read_meta,
+    verify,
+)
+from learner.checkpoint_parts import load_part, make, reason_of, save_part
 from learner.optimizer import Trainable
 from learner.resuming import obstacle
 
@@ -48,12 +59,43 @@ class Setup:
     """The checkpoint that the weights were first read from; None: the model's folder."""
     value_model: str | None = None
     """Folder that the value model started from, if there is one."""
+    value_distributed_optimizer: bool | None = None
+    """Of the value model's own ranks; as the policy's where it shares those, or is not there."""
     start: str | None = None
     """Fingerprint of the weights that the run started from; None where nobody asks."""
     needs_start: bool = False
     """Whether the run still looks at those weights: in its reference, or below its adapters."""
     shape: dict[str, Any] | None = None
     """What the model is (`resuming.shape_of`), where a resume is to compare it."""
+
+
+class ValueElsewhere(Protocol):
+    """A value model on ranks of its own, which writes and reads its part of a checkpoint itself. Every call
+    is collective."""
+
+    def begin_save(self, step: int) -> None:
+        """Have it write its state into the folder of `step` that is being written."""
+        ...
+
+    def end_save(self) -> None:
+        """Wait until it has.
+
+        Raises:
+            OSError: It has not, and why.
+        """
+        ...
+
+    def saved(self, step: int) -> None:
+        """The checkpoint of `step` is complete."""
+        ...
+
+    def load(self, step: int) -> None:
+        """Have it go on from there; from the run's start where `step` is 0."""
+        ...
+
+
+ValueState = Trainable | ValueElsewhere
+"""What a checkpoint holds of the value model: its state here, or whoever has it."""
 
 
 class CheckpointNotWritten(OSError):
@@ -73,7 +115,7 @@ class Checkpoints:
         step: int,
         trainable: Trainable,
         position: dict[str, Any] | None = None,
-        value: Trainable | None = None,
+        value: ValueState | None = None,
     ) -> None:
         """Write the state after `step` batches; remove all but the newest `keep`.
 
@@ -86,10 +128,10 @@ class Checkpoints:
             CheckpointNotWritten: With the reason.
         """
         wait_for_handles(f"the checkpoint of step {step}")
-        target = self._root / f"step-{step:06d}"
-        temporary = self._root / f".{target.name}.tmp"
+        target = of_step(self._root, step)
+        temporary = being_written(self._root, step)
         try:
-            self._write(temporary, trainable, value)
+            self._write(temporary, step, trainable, value)
             if parallel.rank() == 0:
                 self._complete(temporary, target, step, position)
                 for old in self.found()[: -self._keep]:
@@ -98,8 +140,10 @@ class Checkpoints:
         except (CheckpointException, SafetensorError, OSError) as error:
             raise CheckpointNotWritten(f"{target} cannot be written: {reason_of(error)}") from error
         dist.barrier()
+        if value is not None and not isinstance(value, Trainable):
+            value.saved(step)
 
-    def _write(self, temporary: Path, trainable: Trainable, value: Trainable | None) -> None:
+    def _write(self, temporary: Path, step: int, trainable: Trainable, value: ValueState | None) -> None:
         """Every rank's part of the state."""
         from megatron.core import dist_checkpointing
 
@@ -107,15 +151,19 @@ class Checkpoints:
             shutil.rmtree(temporary, ignore_errors=True)
             temporary.mkdir(parents=True)
         dist.barrier()
-        _write_without_a_manager()
-        for folder, part in _parts(temporary, trainable, value):
-            _make(folder)
-            optimizer_resume.complete(part.optimizer)
-            dist_checkpointing.save(self._state(part, loading=False), str(folder))
+        if value is not None and not isinstance(value, Trainable):
+            value.begin_save(step)
+        save_part(temporary, trainable, self._setup.distributed_optimizer)
+        if isinstance(value, Trainable):
+            save_part(temporary / VALUE, value, self._setup.distributed_optimizer)
         if trainable.ema is not None:
-            _make(temporary / EMA)
+            make(temporary / EMA)
             dist_checkpointing.save(trainable.ema.sharded_state(loading=False), str(temporary / EMA))
         generators.save(temporary)
+        if value is not None and not isinstance(value, Trainable):
+            value.end_save()
+            if parallel.rank() == 0 and not (temporary / VALUE).is_dir():
+                raise OSError(f"{VALUE}/ is not in it; the value model's ranks see another run_dir")
         dist.barrier()
 
     def _complete(
@@ -133,7 +181,7 @@ class Checkpoints:
         found = self.found()
         return _step(found[0]) if len(found) >= self._keep else 0
 
-    def resume(self, trainable: Trainable, value: Trainable | None = None) -> int:
+    def resume(self, trainable: Trainable, value: ValueState | None = None) -> int:
         """Load the newest checkpoint that is whole.
 
         Returns:
@@ -145,16 +193,19 @@ class Checkpoints:
         step = self._newest_whole() if parallel.rank() == 0 else 0
         (step,) = collectives.broadcast_numbers([step])
         if step:
-            self._load(self._root / f"step-{step:06d}", trainable, value)
+            self._load(of_step(self._root, step), trainable, value)
+        if value is not None and not isinstance(value, Trainable):
+            value.load(step)
         return step
 
     def position(self, step: int) -> dict[str, Any]:
         """What `save` was told to keep beside weights and moments; empty if nothing."""
-        return read_meta(self._root / f"step-{step:06d}").get("position") or {}
+        return read_meta(of_step(self._root, step)).get("position") or {}
 
     def _newest_whole(self) -> int:
-        for leftover in self._root.glob(".step-*.tmp"):
-            shutil.rmtree(leftover)
+        for leftover in leftovers(self._root):
+            # A value model on ranks of its own may be writing into one still; it stops at its next load.
+            shutil.rmtree(leftover, ignore_errors=True)
         found = self.found()
         for path in reversed(found):
             try:
@@ -169,7 +220,7 @@ class Checkpoints:
             )
         return 0
 
-    def _load(self, path: Path, trainable: Trainable, value: Trainable | None) -> None:
+    def _load(self, path: Path, trainable: Trainable, value: ValueState | None) -> None:
         from megatron.core import dist_checkpointing
 
         meta = read_meta(path)
@@ -184,6 +235,7 @@ class Checkpoints:
             start=setup.start if setup.needs_start else None,
             start_at=setup.init_from or setup.model,
             value=value is not None,
+            value_distributed_optimizer=setup.value_distributed_optimizer,
             ema=trainable.ema is not None,
         )
         if why is not None:
@@ -193,13 +245,9 @@ class Checkpoints:
         if trainable.ema is not None:
             average: Any = dist_checkpointing.load(trainable.ema.sharded_state(loading=True), str(path / EMA))
             trainable.ema.load(average)
-        for folder, part in _parts(path, trainable, value):
-            if self._setup.distributed_optimizer:
-                optimizer_resume.prepare(part.optimizer)
-            state: Any = dist_checkpointing.load(self._state(part, loading=True), str(folder))
-            _fill(_unwrapped(part), state["model"])
-            optimizer_resume.complete_loaded(part.optimizer, state["optimizer"])
-            part.optimizer.load_state_dict(state["optimizer"])
+        load_part(path, trainable, self._setup.distributed_optimizer)
+        if isinstance(value, Trainable):
+            load_part(path / VALUE, value, self._setup.distributed_optimizer)
         # Checkpoints of before there were experts do not tell how many ranks shared them.
         sizes = {"expert": 1, **meta}
         if all(sizes[n] == getattr(self._setup, n) for n in ("tensor", "pipeline", "expert", "data")):
@@ -207,76 +255,6 @@ class Checkpoints:
         if parallel.rank() == 0:
             logger.info("resumed from %s", path)
 
-    def _state(self, trainable: Trainable, loading: bool) -> dict[str, Any]:
-        """What is saved, described shard by shard."""
-        model = _described(_unwrapped(trainable))
-        fields: dict[str, Any] = {}
-        if self._setup.distributed_optimizer:
-            fields["metadata"] = {
-                "distrib_optim_sharding_type": "fully_reshardable",
-                "distrib_optim_fully_reshardable_mem_efficient": False,
-            }
-        optimizer = trainable.optimizer.sharded_state_dict(model, is_loading=loading, **fields)
-        return {"model": model, "optimizer": optimizer}
-
-
-def _described(model: Any) -> dict[str, Any]:
-    """A model's weights as the format describes them; the frozen ones of a model with adapters are left out,
-    since the run's start has them."""
-    described = model.sharded_state_dict(prefix="")
-    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
-    whole = len(trained) == sum(1 for _ in model.parameters())
-    return described if whole else {name: place for name, place in described.items() if name in trained}
-
-
-def _fill(model: Any, state: dict[str, Any]) -> None:
-    """The reverse."""
-    frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
-    missing, unknown = model.load_state_dict(state, strict=not frozen)
-    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
-    assert not unknown, unknown
-    assert not trained & set(missing), missing
-
-
-def reason_of(error: BaseException) -> str:
-    """The line that says it, out of what torch and Megatron wrap around it."""
-    if isinstance(error, CheckpointException):
-        error = next(iter(error.failures.values()))[0]
-    while error.__cause__ is not None:
-        error = error.__cause__
-    lines = str(error).strip().splitlines()
-    return lines[-1] if lines else type(error).__name__
-
 
 def _step(path: Path) -> int:
     return int(path.name.removeprefix("step-"))
-
-
-def _write_without_a_manager() -> None:
-    """Give Megatron's writer a plain queue for its results.
-
-    Its own is served by a manager process, meant for writing in the background. A learner killed with SIGKILL
-    leaves that process behind for ever, with the learner's pipes open; and we write in the foreground.
-    """
-    from megatron.core.dist_checkpointing.strategies import filesystem_async
-
-    assert hasattr(filesystem_async, "_results_queue"), "megatron-core moved its writer's queue"
-    if filesystem_async._results_queue is None:
-        filesystem_async._results_queue = queue.SimpleQueue()
-
-
-def _parts(path: Path, trainable: Trainable, value: Trainable | None) -> list[tuple[Path, Trainable]]:
-    """What lies where in a checkpoint."""
-    return [(path, trainable)] if value is None else [(path, trainable), (path / VALUE, value)]
-
-
-def _make(folder: Path) -> None:
-    """Collective."""
-    if parallel.rank() == 0:
-        folder.mkdir(exist_ok=True)
-    dist.barrier()
-
-
-def _unwrapped(trainable: Trainable) -> Any:
-    """The model inside the data-parallel wrapper."""
-    return trainable.model.module

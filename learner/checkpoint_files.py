@@ -18,6 +18,21 @@ LOADED = (".distcp", ".metadata")
 """How the names of files end that torch's loader opens."""
 
 
+def of_step(root: Path, step: int) -> Path:
+    """The folder of a step's checkpoint in a run's folder of them."""
+    return root / f"step-{step:06d}"
+
+
+def being_written(root: Path, step: int) -> Path:
+    """Its name until it is complete."""
+    return root / f".{of_step(root, step).name}.tmp"
+
+
+def leftovers(root: Path) -> Iterator[Path]:
+    """Those that never were."""
+    return root.glob(".step-*.tmp")
+
+
 class DamagedCheckpoint(ValueError):
     """A checkpoint whose files are not what its meta.json says."""
 
@@ -29,10 +44,7 @@ def complete(temporary: Path, target: Path, facts: dict[str, Any]) -> None:
         facts: `step`, `dtype` and what else meta.json tells of the checkpoint.
     """
     files = dict(_digests(temporary))
-    for name in files:
-        _sync(temporary / name)
-    for folder in {(temporary / name).parent for name in files}:
-        _sync(folder)
+    sync(temporary)
     (temporary / META).write_text(json.dumps({**facts, "files": files}, indent=1))
     _sync(temporary / META)
     _sync(temporary)
@@ -122,6 +134,13 @@ def _digests(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 def _digest(file: Path) -> str:
     with file.open("rb") as opened:
         return hashlib.file_digest(opened, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
+
+
+def sync(folder: Path) -> None:
+    """Have the disk hold its files; also those that other hosts are to see."""
+    files = [file for file in folder.rglob("*") if file.is_file()]
+    for path in [*files, *{file.parent for file in files}]:
+        _sync(path)
 
 
 def _sync(path: Path) -> None:

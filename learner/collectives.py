@@ -93,6 +93,13 @@ def max_over_world(values: Sequence[int]) -> list[int]:
     return tensor.tolist()
 
 
+def sum_over_world(values: Sequence[float]) -> list[float]:
+    """Sums over all ranks, in float64; all give equally many."""
+    tensor = torch.tensor(values, dtype=torch.float64)
+    dist.all_reduce(tensor)
+    return tensor.tolist()
+
+
 def sum_on_first(mine: torch.Tensor) -> torch.Tensor:
     """The sums of every rank's float32 numbers [n], on global rank 0; elsewhere of no meaning."""
     dist.reduce(mine, 0)

@@ -17,8 +17,10 @@ from buffer.experiment import (
 )
 from learner.algorithm import AlgorithmConfig
 from learner.correction_config import changed
+from learner.layout_config import OwnRanks as OwnRanks
 from learner.layout_config import ParallelConfig as ParallelConfig
 from learner.layout_config import ReferenceConfig as ReferenceConfig
+from learner.layout_config import ValueRanksConfig as ValueRanksConfig
 from sync.config import SyncConfig
 
 INTERPOLATED_STALENESS = 10
@@ -51,8 +53,8 @@ class OptimizerConfig(Section):
 
 
 class ValueConfig(Section):
-    """PPO's fourth model: V(s_t), what reward is still to come before token t is drawn. It is laid out as the
-    policy is, and its own optimizer makes a step wherever the policy's does."""
+    """PPO's fourth model: V(s_t), what reward is still to come before token t is drawn. Its own optimizer
+    makes a step wherever the policy's does."""
 
     path: str
     """Folder it starts from: a reward model, as `slipstream reward` writes it, or a language model, which
@@ -71,6 +73,8 @@ class ValueConfig(Section):
     clip: float = Field(default=0.2, gt=0)
     """How far from its value at the start of the batch a state's value may go with profit."""
     optimizer: OptimizerConfig = OptimizerConfig(lr=5e-6)
+    ranks: ValueRanksConfig | None = None
+    """null keeps it on the policy's ranks and in their layout."""
 
     @model_validator(mode="after")
     def _truncates_as_vtrace_does(self) -> Self:

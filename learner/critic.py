@@ -1,20 +1,50 @@
 """The value model of PPO: values before a batch's updates, and its own optimizer steps.
 
-Called by `learner/step.py`; collective, with the same micro-batches as the policy's.
+Called by `learner/step.py`, or where it has ranks of its own by `learner/value/service.py`; collective, with
+the same micro-batches as the policy's.
 """
 
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor
 
+from learner.checkpoint import ValueState
 from learner.config import ValueConfig
+from learner.layout import Layout
 from learner.losses import VALUE_METRICS, Denominators, Metrics, value_objective
 from learner.metrics import ValueReport
 from learner.optimizer import Trainable, learning_rate, set_rates
-from learner.packing import MicroBatch
+from learner.packing import MicroBatch, ValueBatch
 from learner.passes import reduce_sums, run_schedule
+
+
+class ValueModel(Protocol):
+    """Wherever it is. Every call is collective."""
+
+    config: ValueConfig
+
+    @property
+    def state(self) -> ValueState:
+        """What a checkpoint holds of it."""
+        ...
+
+    def begin(self, index: int, parts: Sequence[Sequence[MicroBatch]]) -> ValueReport:
+        """Batch `index` comes, in these parts; the report is for its updates."""
+        ...
+
+    def values(self, micro_batches: Sequence[MicroBatch], report: ValueReport) -> list[Tensor]:
+        """V of every micro-batch's targets, float32 [N] each, without gradients; on the last stage only."""
+        ...
+
+    def update(self, micro_batches: Sequence[MicroBatch], total: Denominators, report: ValueReport) -> None:
+        """One optimizer step towards the micro-batches' returns; it may go on behind this call."""
+        ...
+
+    def end(self, report: ValueReport) -> None:
+        """All updates of the batch are made when this returns, and in the report."""
+        ...
 
 
 class Critic:
@@ -29,25 +59,32 @@ class Critic:
         self.trainable = trainable
         self._steps = steps
 
-    def begin(self, index: int) -> ValueReport:
-        """Set batch `index`'s learning rate; the report is for its updates."""
+    @property
+    def state(self) -> Trainable:
+        return self.trainable
+
+    def begin(self, index: int, parts: Sequence[Sequence[MicroBatch]] = ()) -> ValueReport:
+        """Set batch `index`'s learning rate."""
         optimizer = self.config.optimizer
         rate = learning_rate(optimizer, index, self._steps)
         set_rates(self.trainable.optimizer, rate, optimizer)
         return ValueReport(lr=rate)
 
-    def values(self, micro_batches: Sequence[MicroBatch]) -> list[Tensor]:
-        """V of every micro-batch's targets, float32 [N] each, without gradients; on the last stage only."""
+    def values(self, micro_batches: Sequence[MicroBatch], report: ValueReport) -> list[Tensor]:
+        return self.values_of(micro_batches)
 
-        def keep(batch: MicroBatch, values: Tensor) -> tuple[Tensor, Tensor]:
+    def values_of(self, micro_batches: Sequence[Layout]) -> list[Tensor]:
+        """As `values`, of whatever it is."""
+
+        def keep(batch: Layout, values: Tensor) -> tuple[Tensor, Tensor]:
             return values.detach().sum(), values.detach()
 
         return run_schedule(self.trainable.model, micro_batches, keep, True)
 
-    def update(self, micro_batches: Sequence[MicroBatch], total: Denominators, report: ValueReport) -> None:
-        """One optimizer step towards the micro-batches' returns."""
-
-        def measure(batch: MicroBatch, values: Any) -> tuple[Tensor, Metrics]:
+    def update(
+        self, micro_batches: Sequence[MicroBatch | ValueBatch], total: Denominators, report: ValueReport
+    ) -> None:
+        def measure(batch: MicroBatch | ValueBatch, values: Any) -> tuple[Tensor, Metrics]:
             return value_objective(values, batch, self.config.clip, total)
 
         started = time.perf_counter()
@@ -58,3 +95,6 @@ class Critic:
         norm, made = self.trainable.step(self.config.optimizer.clip_grad)
         report.add(sums, norm, made)
         report.seconds += time.perf_counter() - started
+
+    def end(self, report: ValueReport) -> None:
+        """They are made already."""

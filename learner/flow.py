@@ -161,7 +161,7 @@ class Flow:
         """Checkpoint, and let the buffer forget what no resume can ask for any more."""
         with self._reporter.timed("checkpoint"):
             updater = self.updater
-            self._checkpoints.save(self.version, self.trainable, updater.position(), updater.value_trainable)
+            self._checkpoints.save(self.version, self.trainable, updater.position(), updater.value_state)
             self._feed.committed(self._checkpoints.safe_step())
             self._saved = self.version
             self._schedule.saved()

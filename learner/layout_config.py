@@ -1,6 +1,6 @@
-"""How ranks share a model, and the ranks of their own that the frozen reference may have."""
+"""How ranks share a model, and the ranks of their own that reference and value model may have."""
 
-from typing import Self
+from typing import ClassVar, Self
 
 from pydantic import Field, model_validator
 
@@ -43,8 +43,11 @@ class ParallelConfig(Section):
             )
 
 
-class ReferenceConfig(Section):
-    """Ranks of its own for the frozen reference: one more torchrun job, which answers the learner."""
+class OwnRanks(Section):
+    """One more torchrun job, which holds a model and answers the learner."""
+
+    KEY: ClassVar[str]
+    """Of the section, for messages."""
 
     processes: int = Field(default=1, ge=1)
     """How many ranks are started on this machine."""
@@ -52,15 +55,36 @@ class ReferenceConfig(Section):
     """As of the learner."""
     parallel: ParallelConfig = ParallelConfig()
     """Any that divides the model, whatever the learner's is."""
-    address: str = "tcp://127.0.0.1:5704"
+    address: str
     """Where its rank 0 listens; beyond loopback only with security.keys."""
     timeout_s: float = Field(default=1200.0, gt=0, le=LONGEST_WAIT_S)
-    """The learner ends when it has heard nothing for so long: long enough for a reference that died to be
-    started again, and for its first start."""
+    """The learner ends when it has heard nothing for so long: long enough for a job that died to be started
+    again, and for its first start."""
 
     @model_validator(mode="after")
     def _layout_fits(self) -> Self:
-        self.parallel.check(self.processes, "learner.reference")
+        self.parallel.check(self.processes, self.KEY)
+        return self
+
+
+class ReferenceConfig(OwnRanks):
+    """Ranks of its own for the frozen reference."""
+
+    KEY = "learner.reference"
+
+    address: str = "tcp://127.0.0.1:5704"
+
+    @model_validator(mode="after")
+    def _trains_nothing(self) -> Self:
         if self.parallel.distributed_optimizer:
             raise ValueError("parallel.distributed_optimizer: a frozen model has no optimizer; remove it")
         return self
+
+
+class ValueRanksConfig(OwnRanks):
+    """Ranks of its own for the value model: they hold its weights and its optimizer, and write their part of
+    every checkpoint, so that they see the same run_dir as the learner does."""
+
+    KEY = "learner.value.ranks"
+
+    address: str = "tcp://127.0.0.1:5705"

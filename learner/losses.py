@@ -13,7 +13,7 @@ from torch import Tensor
 
 from learner.algorithm import AlgorithmConfig, Estimator
 from learner.corrections import correct, interpolated, log_ratio, refuse_non_finite
-from learner.packing import MicroBatch
+from learner.packing import MicroBatch, ValueBatch
 from learner.policy_losses import policy_loss
 from learner.preference import PAIR_SUMS, over_pairs, pair_loss, sum_by_response
 
@@ -180,7 +180,7 @@ def _summed(loss: Tensor, log_rho: Tensor, per_token: Metrics, batch: MicroBatch
 
 
 def value_objective(
-    values: Tensor, batch: MicroBatch, clip: float, total: Denominators
+    values: Tensor, batch: MicroBatch | ValueBatch, clip: float, total: Denominators
 ) -> tuple[Tensor, Metrics]:
     """A micro-batch's part of the value model's loss, a mean over tokens, and of its metrics.
 
@@ -191,6 +191,7 @@ def value_objective(
         values: float32 [N], V of the targets' states.
         batch: With old values and returns.
         clip: c.
+        total: Of it the tokens count.
     """
     assert batch.old_values is not None
     assert batch.returns is not None

@@ -41,6 +41,16 @@ class MicroBatch(Layout):
 
 
 @dataclass(frozen=True, slots=True)
+class ValueBatch(Layout):
+    """A layout with what a value model is trained on, and nothing else of a MicroBatch."""
+
+    old_values: Tensor
+    """float32 [N]."""
+    returns: Tensor
+    """float32 [N]."""
+
+
+@dataclass(frozen=True, slots=True)
 class _Row(Row):
     trajectory: Trajectory
     advantage: float

@@ -9,7 +9,7 @@ from typing import Any
 
 from learner import families
 from learner.checkpoint_files import EMA, META, VALUE
-from learner.config import LearnerConfig, TrainingConfig
+from learner.config import LearnerConfig, TrainingConfig, ValueConfig
 
 NO_PART = ("head", "has_score", "max_positions")
 """Of a family, what a checkpoint's weights do not depend on."""
@@ -38,6 +38,13 @@ def measures_from_start(learner: TrainingConfig) -> bool:
     return refers or learner.lora is not None
 
 
+def sharded_apart(value: ValueConfig | None) -> bool | None:
+    """Whether a value model on ranks of its own shards its optimizer; None where it has none."""
+    return (
+        value.ranks.parallel.distributed_optimizer if value is not None and value.ranks is not None else None
+    )
+
+
 def newest(run_dir: Path) -> Path | None:
     """The newest complete checkpoint of a run, if it has one."""
     found = sorted((run_dir / "checkpoints").glob(f"step-*/{META}"))
@@ -55,6 +62,7 @@ def obstacle(
     start: str | None,
     start_at: str,
     value: bool,
+    value_distributed_optimizer: bool | None,
     ema: bool,
 ) -> str | None:
     """Why this configuration cannot go on from a checkpoint, and what to do; None when it can.
@@ -68,6 +76,7 @@ def obstacle(
         start: Fingerprint of the weights that the run starts from, where it still measures from them.
         start_at: Where these lie.
         value: Whether there is a value model.
+        value_distributed_optimizer: Of ranks of its own; None: as the policy's.
         ema: Whether an average of the weights is kept.
     """
     back = "set it back, or start again in another run_dir"
@@ -101,6 +110,14 @@ def obstacle(
         )
     if value and not (path / VALUE).is_dir():
         return f"{path}: written without a value model, this run has learner.value; {back}"
+    sharded = meta.get("value_distributed_optimizer")
+    theirs = meta.get("distributed_optimizer") if sharded is None else sharded
+    ours = distributed_optimizer if value_distributed_optimizer is None else value_distributed_optimizer
+    if value and theirs != ours:
+        return (
+            f"{path}: its value model was written with distributed_optimizer={theirs}, this run's has {ours} "
+            f"by learner.value.ranks.parallel, or learner.parallel where it shares the policy's ranks; {back}"
+        )
     if ema and not (path / EMA).is_dir():
         return f"{path}: written without an average of the weights, this run has learner.ema; {back}"
     return None

@@ -4,6 +4,7 @@ import hashlib
 import json
 import logging
 import os
+import secrets
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -17,12 +18,22 @@ from buffer.dotted import is_dotted, resolve
 from buffer.experiment import DataConfig
 from buffer.keys import client_keys, server_keys
 from buffer.stream import open_stream
-from learner import convert, families, parallel
+from learner import collectives, convert, families, parallel
 from learner.alone import sleep_through
-from learner.checkpoint import Checkpoints, Setup
+from learner.apart.client import ApartClient
+from learner.apart.waiting import asks
+from learner.apart.wire import REFERENCE, VALUE
+from learner.checkpoint import Checkpoints, Setup, ValueState
 from learner.checkpoint_files import check
-from learner.config import DATA_END, LearnerConfig, LearnerExperiment, LoraConfig, TrainingConfig
-from learner.critic import Critic
+from learner.config import (
+    DATA_END,
+    LearnerConfig,
+    LearnerExperiment,
+    LoraConfig,
+    ParallelConfig,
+    TrainingConfig,
+)
+from learner.critic import Critic, ValueModel
 from learner.feed import BufferLine, Feed, NoBatch
 from learner.flow import Flow
 from learner.line import Line
@@ -32,14 +43,16 @@ from learner.offline.config import OfflineExperiment
 from learner.optimizer import Trainable, make_trainable, prepare_schedule
 from learner.ptx import Texts
 from learner.publishing import Publishing, WeightSender
-from learner.reference.client import ReferenceClient
 from learner.reference.fingerprint import fingerprint
 from learner.reference.local import Reference, ReferenceModel
-from learner.reference.ranks import ReferenceRanks, asks
+from learner.reference.ranks import ReferenceRanks
 from learner.reporting import Reporter
-from learner.resuming import measures_from_start, shape_of
+from learner.resuming import measures_from_start, shape_of, sharded_apart
 from learner.step import Updater
 from learner.stop import Abandoned, StopFlag
+from learner.value.client import ValueClient
+from learner.value.ranks import CriticRanks
+from learner.value.start import start_of_value
 from sync.errors import SyncError
 from sync.publisher import Publisher
 
@@ -73,7 +86,11 @@ def serve(experiment: LearnerExperiment, connect: Connect, open_sender: OpenSend
     with ExitStack() as stack:
         stack.callback(parallel.shutdown)
         loop = _own_functions(experiment.learner)
-        flow = _assemble(experiment, stop, connect, open_sender, stack)
+        try:
+            flow = _assemble(experiment, stop, connect, open_sender, stack)
+        except Abandoned as why:
+            logger.info("%s", why)
+            return
         flow.open()
         try:
             loop(flow)
@@ -89,10 +106,8 @@ def serve(experiment: LearnerExperiment, connect: Connect, open_sender: OpenSend
         if flow.data_ended:
             _tell_data_end(Path(experiment.run_dir), flow)
         if learner.checkpoint.export:
+            export_value(experiment, flow.updater.value_state)
             export(experiment, flow.trainable)
-            if (value := flow.updater.value_trainable) and learner.value:
-                target = Path(experiment.run_dir) / "value_model"
-                convert.save_hf(value.model.module, learner.value.path, target)
         flow.finish()
         logger.info("finished after step %d", flow.version)
 
@@ -142,13 +157,13 @@ def _assemble(
     texts = _texts(experiment)
     policy = _build(experiment, learner.lora)
     trainable = make_trainable(policy, learner.optimizer, learner.parallel, learner.ema)
-    critic = _critic(experiment, trainable)
+    critic = _critic(experiment, stop, stack)
     weights = fingerprint(experiment.model, learner.init_from)
     reference = _reference(experiment, trainable, weights, stop, stack)
     updater = Updater(experiment, trainable, reference, critic, texts)
     setup = checkpoint_setup(experiment, weights)
     checkpoints = Checkpoints(run_dir, learner.checkpoint.keep, setup)
-    version = checkpoints.resume(trainable, updater.value_trainable)
+    version = checkpoints.resume(trainable, updater.value_state)
     if version:
         updater.restore(checkpoints.position(version))
     is_source = parallel.rank() == parallel.model_parallel_source()
@@ -224,12 +239,12 @@ def _reference(
     if of is None:
         return reference_of(policy, experiment.learner, lambda: _build(experiment))
 
-    def connect() -> ReferenceClient:
+    def connect() -> ApartClient:
         keys = client_keys(experiment.security.keys, "learner", "reference")
         name = f"learner-{parallel.dp_rank()}"
-        return ReferenceClient(of.address, experiment.name, weights, name, of.timeout_s, keys)
+        return ApartClient(REFERENCE, of.address, experiment.name, weights, name, of.timeout_s, keys)
 
-    line = stack.enter_context(Line[ReferenceClient](connect)) if asks() else None
+    line = stack.enter_context(Line[ApartClient](connect)) if asks() else None
     return ReferenceRanks(line, lambda: stop.is_set)
 
 
@@ -244,27 +259,45 @@ def reference_of(policy: Trainable, learner: TrainingConfig, build: Callable[[],
     return Reference(model)
 
 
-def _critic(experiment: LearnerExperiment, policy: Trainable) -> Critic | None:
-    """The value model, where the advantage needs one.
+def value_model(experiment: LearnerExperiment, layout: ParallelConfig) -> Critic:
+    """The value model on this job's ranks, as the run starts with it."""
+    from learner.model import build_model
+
+    learner, of = experiment.learner, experiment.learner.value
+    assert of is not None
+    dtype = getattr(torch, experiment.model.dtype)
+    model = build_model(of.path, layout, dtype, learner.recompute, head="score")
+    return Critic(of, make_trainable(model, of.optimizer, layout), learner.steps)
+
+
+def _critic(experiment: LearnerExperiment, stop: StopFlag, stack: ExitStack) -> ValueModel | None:
+    """The value model, here or on ranks of its own, where the advantage needs one.
 
     Raises:
         ValueError: It knows fewer tokens than the policy, beside what `build_model` refuses.
     """
-    from learner.model import build_model
-
-    learner = experiment.learner
-    if learner.value is None:
+    learner, of = experiment.learner, experiment.learner.value
+    if of is None:
         return None
-    dtype = getattr(torch, experiment.model.dtype)
-    model = build_model(learner.value.path, learner.parallel, dtype, learner.recompute, head="score")
-    known, needed = model.family.vocab, policy.model.module.family.vocab
+    known, needed = families.read(of.path, "score").vocab, families.read(experiment.model.path).vocab
     if known < needed:
         raise ValueError(
-            f"learner.value.path={learner.value.path}: its vocabulary has {known} tokens and the policy's "
+            f"learner.value.path={of.path}: its vocabulary has {known} tokens and the policy's "
             f"{needed}; expected a model with the policy's tokenizer"
         )
-    trainable = make_trainable(model, learner.value.optimizer, learner.parallel)
-    return Critic(learner.value, trainable, learner.steps)
+    if of.ranks is None:
+        return value_model(experiment, learner.parallel)
+    apart, about = of.ranks, start_of_value(experiment)
+
+    def connect() -> ValueClient:
+        keys = client_keys(experiment.security.keys, "learner", "value")
+        name = f"learner-{parallel.dp_rank()}"
+        return ValueClient(VALUE, apart.address, experiment.name, about, name, apart.timeout_s, keys)
+
+    line = stack.enter_context(Line[ValueClient](connect)) if asks() else None
+    # Of this start of the learner, the same on all ranks.
+    session = collectives.broadcast_numbers([secrets.randbits(62)])[0]
+    return CriticRanks(of, line, lambda: stop.is_set, f"{session:016x}", learner.steps)
 
 
 def export(experiment: LearnerExperiment | OfflineExperiment, trainable: Trainable) -> None:
@@ -279,6 +312,15 @@ def export(experiment: LearnerExperiment | OfflineExperiment, trainable: Trainab
             convert.save_hf(model, source, run_dir / "ema_model")
 
 
+def export_value(experiment: LearnerExperiment, value: ValueState | None) -> None:
+    """Write the trained value model, where there is one, as a Hugging Face folder."""
+    of = experiment.learner.value
+    if isinstance(value, Trainable) and of is not None:
+        convert.save_hf(value.model.module, of.path, Path(experiment.run_dir) / "value_model")
+    elif isinstance(value, CriticRanks):
+        value.export()
+
+
 def checkpoint_setup(experiment: LearnerExperiment | OfflineExperiment, start: str | None = None) -> Setup:
     """What this run's checkpoints agree with.
 
@@ -287,6 +329,7 @@ def checkpoint_setup(experiment: LearnerExperiment | OfflineExperiment, start: s
     """
     learner = experiment.learner
     layout = learner.parallel
+    value = learner.value if isinstance(learner, LearnerConfig) else None
     told = experiment.model_dump_json(include={"model", "data", "stage", "buffer", "learner", "seed"})
     return Setup(
         dtype=experiment.model.dtype,
@@ -299,7 +342,8 @@ def checkpoint_setup(experiment: LearnerExperiment | OfflineExperiment, start: s
         model=experiment.model.path,
         lora=learner.lora.model_dump(mode="json") if learner.lora is not None else None,
         init_from=learner.init_from,
-        value_model=learner.value.path if isinstance(learner, LearnerConfig) and learner.value else None,
+        value_model=value.path if value is not None else None,
+        value_distributed_optimizer=sharded_apart(value),
         start=start,
         needs_start=measures_from_start(learner),
         shape=shape_of(experiment.model.path),

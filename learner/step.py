@@ -15,9 +15,10 @@ from torch import Tensor
 from buffer.records import Batch
 from learner import collectives, parallel
 from learner.advantages import Moments
+from learner.checkpoint import ValueState
 from learner.config import LearnerExperiment
 from learner.corrections import proximal_share, ratio
-from learner.critic import Critic
+from learner.critic import ValueModel
 from learner.losses import METRICS, PAIR_METRICS, Metrics, adapted, kl, objective, pair_objective
 from learner.metrics import StepReport, ValueReport
 from learner.normalisers import mean_weight, trusted_tokens
@@ -39,7 +40,7 @@ class Updater:
         experiment: LearnerExperiment,
         trainable: Trainable,
         reference: ReferenceModel | None,
-        critic: Critic | None = None,
+        critic: ValueModel | None = None,
         texts: Texts | None = None,
     ) -> None:
         """Args:
@@ -57,8 +58,9 @@ class Updater:
         self._kl_coefficient = self._algorithm.kl.coefficient
 
     @property
-    def value_trainable(self) -> Trainable | None:
-        return self._critic.trainable if self._critic is not None else None
+    def value_state(self) -> ValueState | None:
+        """Of the value model, where there is one."""
+        return self._critic.state if self._critic is not None else None
 
     def position(self) -> dict[str, Any]:
         """What a checkpoint holds of the updater itself, plain JSON."""
@@ -81,20 +83,25 @@ class Updater:
         learner = self._experiment.learner
         started = time.perf_counter()
         parts = parts_of(shard, self._experiment)
+        value = self._critic.begin(shard.index, [p.micro_batches for p in parts]) if self._critic else None
         self._fill_logprobs(parts)
         rate = learning_rate(learner.optimizer, shard.index, learner.steps)
         set_rates(self._trainable.optimizer, rate, learner.optimizer)
         beta = self._algorithm.dpo.beta if self._compares_pairs else None
         report = StepReport(lr=rate, kl_coefficient=self._kl_coefficient, beta=beta)
         report.ptx = TextReport() if self._texts is not None else None
-        if self._critic is not None:
-            report.value = self._critic.begin(shard.index)
+        report.value = value
         if self._algorithm.per_token:
             self._estimate(parts, report.value)
         for number, part in enumerate(parts):
             report.tied_groups += int(part.total.tied_groups)
             if not part.total.tokens:
                 continue
+            if self._critic is not None and report.value is not None:
+                # Before the policy's pass: on ranks of its own it trains while that goes on.
+                began = time.perf_counter()
+                self._critic.update(part.micro_batches, part.total, report.value)
+                started += time.perf_counter() - began
             self._prepare(part, shard.index, number / len(parts))
             sums = self._forward_backward(part, report.ptx)
             report.forward_backward_seconds += time.perf_counter() - started
@@ -104,9 +111,9 @@ class Updater:
             report.trained_tokens += int(part.total.tokens)
             report.completions += int(part.total.sequences)
             report.optimizer_seconds += time.perf_counter() - started
-            if self._critic is not None and report.value is not None:
-                self._critic.update(part.micro_batches, part.total, report.value)
             started = time.perf_counter()
+        if self._critic is not None and report.value is not None:
+            self._critic.end(report.value)
         self._move_coefficient(report)
         if self._reference is not None:
             report.reference_seconds = self._reference.seconds()
@@ -151,9 +158,9 @@ class Updater:
 
         Only the last pipeline stage has what that takes, and only it needs them.
         """
-        if self._critic is not None:
+        if self._critic is not None and report is not None:
             for part in parts:
-                part.fill("old_values", self._critic.values(part.micro_batches))
+                part.fill("old_values", self._critic.values(part.micro_batches, report))
         if parallel.is_last_stage():
             for part in parts:
                 if part.reference is not None:

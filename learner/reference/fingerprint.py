@@ -27,7 +27,8 @@ def fingerprint(model: ModelConfig, init_from: str | None) -> str:
         ValueError: The weights cannot be read.
     """
     path = Path(init_from) if init_from else Path(model.path)
-    digest = hashlib.blake2b(f"{model.dtype} {families.read(model.path)}".encode(), digest_size=DIGEST_BYTES)
+    family = families.read(model.path, families.own_head(model.path))
+    digest = hashlib.blake2b(f"{model.dtype} {family}".encode(), digest_size=DIGEST_BYTES)
     digest.update(_of_checkpoint(path) if init_from else _of_folder(path))
     return digest.hexdigest()
 

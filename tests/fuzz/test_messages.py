@@ -1,5 +1,7 @@
 """Whatever comes over a wire is read, or refused with its reader's documented error, in little memory."""
 
+from dataclasses import replace
+
 import msgpack
 import numpy as np
 import pytest
@@ -12,8 +14,9 @@ from buffer import groups, wire
 from buffer.client import _batch
 from buffer.errors import BadMessage, Refusal
 from buffer.records import Lease, Prompt
+from learner.apart import wire as apart_wire
+from learner.apart.work import Limits, Work
 from learner.feed import decode_batch, encode_batch
-from learner.reference import wire as reference_wire
 from rollout.scorer import wire as scorer_wire
 from sync import wire as sync_wire
 from sync.manifest import Manifest
@@ -23,7 +26,9 @@ KIB = 4096
 
 
 @fuzzed(
-    150, messages(*REQUESTS), st.sampled_from([None, "learner", "rollout", "scorer", "reference", "nobody"])
+    150,
+    messages(*REQUESTS),
+    st.sampled_from([None, "learner", "rollout", "scorer", "reference", "value", "nobody"]),
 )
 def test_buffer_requests(raw, key):
     with within(KIB):
@@ -181,61 +186,75 @@ def test_scorer_replies(raw):
                 pass
 
 
-SERVED = reference_wire.Served("run", "weights", 16, 9)
-REFERENCE = [
-    reference_wire.encode_request(reference_wire.Request("id", "run", "weights", "name", work))
-    for work in (
-        None,
-        reference_wire.Work(
-            ((2, 1, 2), (1, 1)),
-            np.arange(7, dtype=np.int32),
-            np.array([1, 1, 5], np.int32),
-            np.array([2, 3, 6], np.int32),
-            0.7,
-        ),
-    )
+LIMITS = Limits(16, 9)
+SERVED = [
+    apart_wire.Served(kind, "run", "weights", LIMITS) for kind in (apart_wire.REFERENCE, apart_wire.VALUE)
 ]
-REFERENCE_TREES = [msgpack.unpackb(bytes(frames[0])) for frames in REFERENCE]
-reference_frames = st.one_of(
-    st.just(REFERENCE[1][1:]),
-    st.tuples(*(damaged(bytes(frame)) for frame in REFERENCE[1][1:])),
-    st.lists(st.one_of(st.binary(max_size=9), st.just(b"\1\0\0\0")), max_size=4),
+PART = Work(
+    ((2, 1, 2), (1, 1)),
+    np.arange(7, dtype=np.int32),
+    np.array([1, 1, 5], np.int32),
+    np.array([2, 3, 6], np.int32),
+    0.7,
+)
+KNOWN = tuple(np.array(values, np.float32) for values in ((0.5, 1, 2), (-1, 0, 1)))
+UPDATE = dict.fromkeys(("number", "index", "copy", "tokens"), 0) | {"copies": 2}
+TASKS = [
+    (0, apart_wire.Task("hello")),
+    (0, apart_wire.Task("logprobs", (PART,))),
+    (1, apart_wire.Task("train", (replace(PART, known=KNOWN),) * 2, UPDATE, "session")),
+    (1, apart_wire.Task("save", numbers={"number": 3, "step": 1, "attempt": 7}, session="session")),
+]
+APART = [
+    apart_wire.encode_request(SERVED[kind].kind, apart_wire.Request("id", "run", "weights", "name", task))
+    for kind, task in TASKS
+]
+APART_TREES = [msgpack.unpackb(bytes(frames[0])) for frames in APART]
+apart_frames = st.one_of(
+    *(st.just(frames[1:]) for frames in APART),
+    *(st.tuples(*(damaged(bytes(frame)) for frame in frames[1:])) for frames in APART[1:3]),
+    st.lists(st.one_of(st.binary(max_size=9), st.just(b"\1\0\0\0")), max_size=5),
 )
 
 
-@fuzzed(100, messages(*REFERENCE_TREES), reference_frames)
-def test_reference_requests(raw, frames):
+@fuzzed(100, messages(*APART_TREES), apart_frames, st.sampled_from(SERVED))
+def test_requests_to_models_on_ranks_of_their_own(raw, frames, served):
     with within(KIB):
-        assert len(reference_wire.ENVELOPE.request_id(raw)) <= 64
+        assert len(served.kind.envelope.request_id(raw)) <= 64
         try:
-            request = reference_wire.decode_request([raw, *frames], SERVED)
+            request = apart_wire.decode_request([raw, *frames], served)
         except Refusal:
             return
     assert (request.run_id, request.weights) == ("run", "weights")
-    if (work := request.work) is not None:
+    verb = served.kind.verbs[request.task.verb]
+    assert all(request.task.numbers[name] >= 0 for name in verb.numbers)
+    for work in request.task.works:
         assert len(work.token_ids) == sum(map(sum, work.segments)) <= 16
         assert 0 <= work.target_positions.min() <= work.target_positions.max() < len(work.token_ids)
         assert len(work.target_positions) == len(work.target_ids)
         for ids in (work.token_ids, work.target_ids):
             assert 0 <= ids.min() <= ids.max() < 9
         assert work.temperature > 0
+        assert [len(values) for values in work.known] == [len(work.target_ids)] * verb.known
 
 
-REFERENCE_REPLIES = [
-    msgpack.unpackb(reference_wire.ENVELOPE.reply("id")),
-    msgpack.unpackb(reference_wire.ENVELOPE.refusal("id", BadMessage("why"))),
+ENVELOPE = apart_wire.VALUE.envelope
+APART_REPLIES = [
+    msgpack.unpackb(ENVELOPE.reply("id", {"numbers": {"loss": 0.5}})),
+    msgpack.unpackb(ENVELOPE.refusal("id", BadMessage("why"))),
 ]
 
 
-@fuzzed(30, messages(*REFERENCE_REPLIES), st.lists(st.binary(max_size=12), max_size=2))
-def test_reference_replies(raw, frames):
+@fuzzed(30, messages(*APART_REPLIES), st.lists(st.binary(max_size=12), max_size=2))
+def test_replies_of_models_on_ranks_of_their_own(raw, frames):
     with within(KIB):
         try:
-            _, reply = reference_wire.ENVELOPE.open_reply(raw)
-            reference_wire.ENVELOPE.raise_if_refused(reply)
-            assert len(reference_wire.decode_logprobs(frames, 2)) == 2
+            _, reply = ENVELOPE.open_reply(raw)
+            answer = apart_wire.decode_answer(apart_wire.VALUE, reply, frames)
         except Refusal:
-            pass
+            return
+    assert len(answer.arrays) == len(frames)
+    assert all(isinstance(value, float) for value in answer.numbers.values())
 
 
 def test_a_header_that_would_unpack_into_gigabytes_is_refused_first():
@@ -254,7 +273,7 @@ def test_what_is_good_is_read():
     assert len(wire.decode_leases(REPLIES[0])) == 2
     for header, frames in zip(SCORER, ([], [b"\1\0\0\0"], []), strict=True):
         assert scorer_wire.decode_request([packed(header), *frames], "run", "helpful").reward == "helpful"
-    for frames in REFERENCE:
-        assert reference_wire.decode_request(frames, SERVED).request_id == "id"
+    for frames, (kind, task) in zip(APART, TASKS, strict=True):
+        assert apart_wire.decode_request(frames, SERVED[kind]).task.verb == task.verb
     batch = _batch(REPLIES[-1], [memoryview(META), memoryview(ARRAYS)])
     assert decode_batch([bytes(f) for f in encode_batch(batch)]).shares == {"tokens": 3}

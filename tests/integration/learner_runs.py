@@ -9,12 +9,14 @@ import os
 import shutil
 import subprocess
 import sys
+import time
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from learner.config import LearnerExperiment
 
@@ -154,8 +156,56 @@ def make_model(path: Path) -> Path:
     return path
 
 
+def trained_elsewhere(model: Path, folder: Path) -> Path:
+    """The same model, one step of training later."""
+    shutil.copytree(model, folder)
+    tensors = load_file(folder / "model.safetensors")
+    save_file({n: t + 1e-4 for n, t in tensors.items()}, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
 def continued(run: Run, model: Path, name: str, **settings) -> Run:
     """A copy of a killed run's folder, to be gone on with."""
     folder = run.folder.with_name(name)
     shutil.copytree(run.folder, folder)
     return Run(folder, model, **settings)
+
+
+class Learning:
+    """A learner that stops before each gated batch until it is opened."""
+
+    def __init__(self, run: Run, ranks: int = 1) -> None:
+        self.run = run
+        self.process = begin(ranks, [run])
+
+    def until(self, condition, timeout_s=240) -> None:
+        deadline = time.monotonic() + timeout_s
+        while not condition():
+            assert self.process.poll() is None, self.process.communicate()[0][-3000:]
+            assert time.monotonic() < deadline, self.run.log[-3000:]
+            time.sleep(0.05)
+
+    def says(self, text: str, times: int = 1) -> None:
+        self.until(lambda: self.told(text) >= times)
+
+    def told(self, text: str) -> int:
+        log = self.run.folder / "out/log-0.txt"
+        return log.read_text().count(text) if log.exists() else 0
+
+    def made(self, steps: int) -> None:
+        path = self.run.folder / "run/metrics.jsonl"
+        self.until(lambda: path.exists() and len(self.run.rows) == steps)
+
+    def open(self, index: int) -> None:
+        (self.run.folder / f"out/open-{index}").touch()
+
+
+@contextmanager
+def learning(run: Run, ranks: int = 1):
+    made = Learning(run, ranks)
+    try:
+        yield made
+        told, _ = made.process.communicate(timeout=120)
+        assert made.process.returncode == 0, told[-3000:]
+    finally:
+        made.process.kill()

@@ -22,9 +22,10 @@ from buffer.keys import ClientKeys, client_keys, make_keys, server_keys
 from buffer.prompts import PromptQueue
 from buffer.server import BufferServer
 from buffer.store import Sources, Store
-from learner.reference.client import ReferenceClient
-from learner.reference.server import ReferenceServer
-from learner.reference.wire import Served
+from learner.apart.client import ApartClient
+from learner.apart.server import ApartServer
+from learner.apart.wire import REFERENCE, VALUE, Served
+from learner.apart.work import Limits
 from rollout.scorer.client import ScorerClient
 from rollout.scorer.server import ScorerServer
 from rollout.scorer.wire import Ids, Welcome
@@ -179,13 +180,14 @@ def test_a_key_speaks_for_its_own_role_and_for_its_own_run(folders, address, tmp
         async with buffer_at(address, tmp_path, server_keys(ours, "buffer")):
             keys = {
                 role: client_keys(ours, role, "buffer")
-                for role in ("learner", "rollout", "scorer", "reference")
+                for role in ("learner", "rollout", "scorer", "reference", "value")
             }
             lies = (
                 ("rollout", "learner"),
                 ("scorer", "rollout"),
                 ("scorer", "learner"),
                 ("reference", "learner"),
+                ("value", "learner"),
             )
             for role, claimed in lies:
                 async with BufferClient(address, claimed, "run", "n", 5.0, keys[role]) as liar:
@@ -347,21 +349,22 @@ def test_a_scorer_scores_for_nobody_who_is_not_admitted(folders, intruder, addre
     run(go())
 
 
-def test_a_reference_computes_for_nobody_but_the_learner(folders, intruder, address, monkeypatch):
+@pytest.mark.parametrize(("role", "kind"), [("reference", REFERENCE), ("value", VALUE)])
+def test_a_job_computes_for_nobody_but_the_learner(role, kind, folders, intruder, address, monkeypatch):
     monkeypatch.setattr(requester, "RESEND_S", 0.5)
     ours, _ = folders
-    served = Served("run", "weights", 8, 8)
+    served = Served(kind, "run", "weights", Limits(8, 8))
 
     async def go():
-        server = ReferenceServer(served, address, server_keys(ours, "reference"))
+        server = ApartServer(served, "its.address", address, server_keys(ours, role))
         running = asyncio.create_task(server.run())
-        for keys in (intruder("reference"), client_keys(ours, "rollout", "reference")):
-            async with ReferenceClient(address, "run", "weights", "a", 1.0, keys) as stranger:
-                with pytest.raises(Unreachable, match=r"reference at .*security\.keys\) may not match"):
+        for keys in (intruder(role), client_keys(ours, "rollout", role)):
+            async with ApartClient(kind, address, "run", "weights", "a", 1.0, keys) as stranger:
+                with pytest.raises(Unreachable, match=rf"{kind.name} at .*security\.keys\) may not match"):
                     await stranger.hello()
         assert server.metrics()["requests"] == 0
-        keys = client_keys(ours, "learner", "reference")
-        async with ReferenceClient(address, "run", "weights", "b", 10.0, keys) as good:
+        keys = client_keys(ours, "learner", role)
+        async with ApartClient(kind, address, "run", "weights", "b", 10.0, keys) as good:
             await good.hello()
         running.cancel()
         await asyncio.wait([running])
@@ -369,8 +372,8 @@ def test_a_reference_computes_for_nobody_but_the_learner(folders, intruder, addr
 
     run(go())
     for host in ("192.0.2.1", "0.0.0.0", "*"):
-        with pytest.raises(ValueError, match=r"learner\.reference\.address: .* needs keys"):
-            ReferenceServer(served, f"tcp://{host}:5704", None)
+        with pytest.raises(ValueError, match=r"its\.address: .* needs keys"):
+            ApartServer(served, "its.address", f"tcp://{host}:5704", None)
 
 
 def test_the_publisher_takes_no_member_who_is_not_admitted(folders, intruder, address, monkeypatch, caplog):

@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from learner_runs import STEPS, Run, assert_same, continued, learn, make_model
+from learner_runs import STEPS, Run, continued, learn, make_model
+from ppo_runs import PPO, assert_same_ppo
 from safetensors.torch import load_file
 
 from learner import conversion
@@ -10,15 +11,6 @@ from learner.config import ParallelConfig
 
 pytestmark = pytest.mark.slow
 
-PPO = {
-    "updates_per_batch": 2,
-    "algorithm": {
-        "advantage": "gae",
-        "kl": {"coefficient": 0.1, "placement": "reward", "target": 0.5, "horizon": 100},
-    },
-    "value": {"optimizer": {"lr": 1e-2, "clip_grad": 0.4}},
-    "checkpoint": {"every": 2, "export": True},
-}
 LEARNING = {
     "steps": 14,
     "algorithm": {"advantage": "gae"},
@@ -26,20 +18,6 @@ LEARNING = {
     "value": {"optimizer": {"lr": 3e-3}},
     "checkpoint": {"every": 14},
 }
-COMPARED = (
-    *("value/loss", "value/grad_norm", "value/return_mean", "value/explained_variance"),
-    *("kl/coefficient", "kl/completion"),
-)
-
-
-def assert_same_ppo(got: Run, expected: Run, rel: float) -> None:
-    """The value model and the KL coefficient's control too."""
-    assert_same(got, expected, rel)
-    for one, two in zip(got.rows, expected.rows, strict=True):
-        for key in COMPARED:
-            assert one[key] == pytest.approx(two[key], rel=rel, abs=rel / 10), (one["step"], key)
-    for name, tensor in expected.values.items():
-        assert torch.allclose(got.values[name], tensor, rtol=rel, atol=rel), name
 
 
 @pytest.fixture(scope="module")

@@ -5,26 +5,24 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
-from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from learner_runs import STEPS, Run, assert_same, begin, learn, make_model
-from reference_jobs import Job, jobs
-from safetensors.torch import load_file, save_file
+from apart_jobs import Job, jobs
+from learner_runs import STEPS, Run, assert_same, begin, learn, learning, make_model, trained_elsewhere
 from scripted_learner import group
 
 from learner import parallel
+from learner.apart.client import ApartClient
+from learner.apart.layouts import work_of
+from learner.apart.wire import REFERENCE, Task
 from learner.config import ParallelConfig
 from learner.line import Line
 from learner.packing import pack
 from learner.passes import target_logprobs
-from learner.reference.client import ReferenceClient
 from learner.reference.fingerprint import fingerprint
-from learner.reference.ranks import work_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -92,16 +90,16 @@ def test_logprobs_are_those_of_one_process(of, model, tmp_path, address):
     job = job_of(run)
     with jobs(job):
 
-        def connect() -> ReferenceClient:
-            return ReferenceClient(address, "scripted", weights, "test", 240)
+        def connect() -> ApartClient:
+            return ApartClient(REFERENCE, address, "scripted", weights, "test", 240)
 
-        with Line[ReferenceClient](connect) as line:
+        with Line[ApartClient](connect) as line:
             line.ask(lambda reference: reference.hello()).result(240)
             for t, wanted in expected.items():
-                works = [work_of(batch, t) for batch in batches]
-                asked = [line.ask(lambda reference, work=work: reference.logprobs(work)) for work in works]
+                tasks = [Task("logprobs", (work_of(batch, t),)) for batch in batches]
+                asked = [line.ask(lambda reference, task=task: reference.of_targets(task)) for task in tasks]
                 for one, two in zip(asked, wanted, strict=True):
-                    assert np.abs(one.result(60) - two.numpy()).max() <= 1e-5
+                    assert np.abs(one.result(60).arrays[0] - two.numpy()).max() <= 1e-5
         assert job.end() == 0, job.log
     assert "the reference ends: " in job.log
 
@@ -154,54 +152,6 @@ def test_a_reference_of_another_layout_gives_the_same_losses_and_weights(objecti
         assert all(row["kl/reference"] != 0 for row in here[objective].rows[1:])
     for run in found:
         assert_same_kl(run, here[objective], rel=1e-3)
-
-
-class Learning:
-    """A learner of one rank that stops before each gated batch until it is opened."""
-
-    def __init__(self, run: Run) -> None:
-        self.run = run
-        self.process = begin(1, [run])
-
-    def until(self, condition, timeout_s=240) -> None:
-        deadline = time.monotonic() + timeout_s
-        while not condition():
-            assert self.process.poll() is None, self.process.communicate()[0][-3000:]
-            assert time.monotonic() < deadline, self.run.log[-3000:]
-            time.sleep(0.05)
-
-    def says(self, text: str, times: int = 1) -> None:
-        self.until(lambda: self.told(text) >= times)
-
-    def told(self, text: str) -> int:
-        log = self.run.folder / "out/log-0.txt"
-        return log.read_text().count(text) if log.exists() else 0
-
-    def made(self, steps: int) -> None:
-        path = self.run.folder / "run/metrics.jsonl"
-        self.until(lambda: path.exists() and len(self.run.rows) == steps)
-
-    def open(self, index: int) -> None:
-        (self.run.folder / f"out/open-{index}").touch()
-
-
-@contextmanager
-def learning(run: Run):
-    made = Learning(run)
-    try:
-        yield made
-        told, _ = made.process.communicate(timeout=120)
-        assert made.process.returncode == 0, told[-3000:]
-    finally:
-        made.process.kill()
-
-
-def trained_elsewhere(model: Path, folder: Path) -> Path:
-    """The same model, one step of training later."""
-    shutil.copytree(model, folder)
-    tensors = load_file(folder / "model.safetensors")
-    save_file({n: t + 1e-4 for n, t in tensors.items()}, folder / "model.safetensors", {"format": "pt"})
-    return folder
 
 
 def test_a_reference_that_is_late_wrong_killed_or_hung_costs_time_only(here, model, tmp_path, address):
@@ -286,24 +236,29 @@ def test_a_resume_measures_from_the_weights_that_the_run_started_from(apart, mod
     assert f"its run started from other weights than {tmp_path / 'model'} has now" in told
 
 
-def test_a_whole_run_behind_keys_has_its_reference_beside_it(make_experiment):
-    """`slipstream run` starts it, watches it, and ends it with the run."""
+def test_a_whole_run_behind_keys_has_its_reference_and_its_value_model_beside_it(make_experiment, made_model):
+    """`slipstream run` starts them, watches them, and ends them with the run."""
     slipstream = str(Path(sys.executable).with_name("slipstream"))
     reference = {"processes": 2, "parallel": {"tensor": 2}, "address": "tcp://127.0.0.1:0"}
     learner = {"steps": 3, "optimizer": {"lr": 3e-3}, "reference": reference}
-    learner["algorithm"] = {"kl": {"coefficient": 0.05}}
+    learner["algorithm"] = {"kl": {"coefficient": 0.05}, "advantage": "gae"}
+    ranks = {"processes": 2, "parallel": {"pipeline": 2}, "address": "tcp://127.0.0.1:0"}
+    learner["value"] = {"path": str(made_model), "optimizer": {"lr": 3e-3}, "ranks": ranks}
     folder = make_experiment("placed", learner=learner)
     subprocess.run([slipstream, "keys", "keys"], cwd=folder, check=True, timeout=60, capture_output=True)
     command = [slipstream, "run", "experiment.yaml", "security.keys=keys"]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    assert "2 reference ranks, 1 learner rank" in done.stdout
+    assert "2 reference ranks, 2 value ranks, 1 learner rank" in done.stdout
     run = folder / "run"
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [1, 2, 3]
     assert rows[0]["kl/reference"] == pytest.approx(0, abs=1e-6), "at first it is the policy itself"
     assert rows[-1]["kl/reference"] > 1e-6
-    assert "the reference ends: " in (run / "logs/reference.log").read_text()
-    last = json.loads((run / "metrics/reference.jsonl").read_text().splitlines()[-1])
-    assert last["micro_batches"] >= 3
-    assert last["bad_messages"] == 0
+    assert all(row["value/grad_norm"] > 0 for row in rows)
+    assert (run / "value_model/model.safetensors").exists()
+    for role in ("reference", "value"):
+        assert f"the {role} ends: " in (run / f"logs/{role}.log").read_text()
+        last = json.loads((run / f"metrics/{role}.jsonl").read_text().splitlines()[-1])
+        assert last["micro_batches"] >= 3
+        assert last["bad_messages"] == 0

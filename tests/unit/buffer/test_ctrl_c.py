@@ -34,6 +34,7 @@ runpy.run_module({entry!r}, run_name="__main__")
         ("learner", "learner.config"),
         ("learner.offline", "learner.offline.config"),
         ("learner.reference", "learner.config"),
+        ("learner.value", "learner.config"),
         ("learner.torchrun", "torch"),
     ],
 )

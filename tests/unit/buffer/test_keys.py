@@ -50,11 +50,12 @@ def test_a_host_needs_its_own_secret_and_the_public_file_only(folder, tmp_path):
 
 def test_a_server_admits_the_roles_that_have_business_with_it(folder):
     assert sorted(server_keys(str(folder), "buffer").admitted.values()) == [
-        *("learner", "reference", "rollout", "scorer")
+        *("learner", "reference", "rollout", "scorer", "value")
     ]
     for server in ("learner", "scorer"):
         assert list(server_keys(str(folder), server).admitted.values()) == ["rollout"]
-    assert list(server_keys(str(folder), "reference").admitted.values()) == ["learner"]
+    for server in ("reference", "value"):
+        assert list(server_keys(str(folder), server).admitted.values()) == ["learner"]
 
 
 def test_without_a_folder_there_are_no_keys():

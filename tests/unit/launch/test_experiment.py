@@ -12,6 +12,7 @@ from launch.experiment import WholeExperiment, check_scorer, differences, dump, 
 HOME = Path(__file__).parents[3]
 PLACED = ("learner.algorithm.kl.coefficient=0.1",)
 GAE = ("learner.algorithm.advantage=gae",)
+APART = (*GAE, "learner.value.path=REWARD")
 
 
 @pytest.mark.parametrize(
@@ -94,11 +95,25 @@ GAE = ("learner.algorithm.advantage=gae",)
             [*PLACED, "learner.reference.address=tcp://10.0.0.1:5704"],
             "learner.reference.address: tcp://10.0.0.1:5704 reaches beyond this machine, which needs keys",
         ),
+        (["learner.value.path=model", "learner.value.ranks.processes=1"], "grpo has no value model"),
+        (
+            [*APART, "learner.value.ranks.parallel.pipeline=3", "learner.value.ranks.processes=3"],
+            "learner.value.ranks.parallel.pipeline=3 does not divide the 2 layers",
+        ),
+        (
+            [*APART, "learner.value.ranks.address=tcp://127.0.0.1:5702"],
+            "sync.address and learner.value.ranks.address are both",
+        ),
+        (
+            [*APART, "learner.value.ranks.address=tcp://10.0.0.1:5705"],
+            "learner.value.ranks.address: tcp://10.0.0.1:5705 reaches beyond this machine, which needs keys",
+        ),
         (["learner.processes=3", "learner.parallel.tensor=2"], "learner: processes 3 is not a multiple"),
         (["learner.parallel.expert=2"], "learner: a pipeline stage's 1 ranks are not a multiple"),
     ],
 )
-def test_a_mistake_is_one_line_that_names_the_key(config_file, overrides, told):
+def test_a_mistake_is_one_line_that_names_the_key(config_file, reward_folder, overrides, told):
+    overrides = [override.replace("REWARD", str(reward_folder)) for override in overrides]
     with pytest.raises(ConfigError) as error:
         read(config_file, overrides)
     assert told in str(error.value)

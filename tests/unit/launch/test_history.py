@@ -104,7 +104,8 @@ def test_who_watches_a_long_run_keeps_no_more_than_he_looks_at(tmp_path):
     (tmp_path / "metrics").mkdir()
     whole, live = History(tmp_path), History(tmp_path, live=True)
     for turn in range(5):
-        for name in ("metrics/buffer.jsonl", "metrics/rollout-server-0.jsonl", "metrics/reference.jsonl"):
+        for of in ("buffer", "rollout-server-0", "reference", "value"):
+            name = f"metrics/{of}.jsonl"
             with (tmp_path / name).open("a") as file:
                 file.writelines(json.dumps({"time": 1.0, "n": 80 * turn + i}) + "\n" for i in range(80))
         with (tmp_path / "eval.jsonl").open("a") as file:
@@ -112,7 +113,7 @@ def test_who_watches_a_long_run_keeps_no_more_than_he_looks_at(tmp_path):
             file.write(json.dumps(line) + "\n" + json.dumps({"version": turn, "score": 0.5}) + "\n")
         whole.refresh()
         live.refresh()
-    for of in ("buffer", "reference"):
+    for of in ("buffer", "reference", "value"):
         assert len(getattr(whole, of)) == 400
         assert getattr(live, of) == getattr(whole, of)[-LIVE_LINES:]
     assert live.servers["server-0"] == whole.servers["server-0"][-LIVE_LINES:]

@@ -288,6 +288,31 @@ def test_a_reference_on_ranks_of_its_own_is_a_job_beside_the_learner(config_file
     assert shares == {"buffer": "", "server-0": "0", "reference": "1,2,3,4", "learner": "5"}
 
 
+def test_a_value_model_on_ranks_of_its_own_is_a_job_that_stops_behind_the_learner(
+    config_file, reward_folder, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(services, "usable_cores", lambda: list(range(16)))
+    apart = ("learner.algorithm.advantage=gae", f"learner.value.path={reward_folder}")
+    apart += ("learner.value.ranks.processes=2", "learner.value.ranks.address=tcp://127.0.0.1:0")
+    experiment = local.settle(read(config_file, [*OVERRIDES, *PLACED, *apart]))
+    planned = {s.name: s for s in local.plan_services(experiment, tmp_path / "config.yaml")}
+    assert list(planned) == ["buffer", "server-0", "reference", "value", "learner"]
+    job = planned["value"]
+    assert (job.role, job.stop_signal_to) == ("value", "children")
+    assert job.command[job.command.index("--nproc-per-node") + 1] == "2"
+    config = str(tmp_path / "config.yaml")
+    assert job.command[-4:] == ["-m", "learner.value", config, "learner.value.ranks.threads=1"]
+    ports = {experiment.learner.reference.address, experiment.learner.value.ranks.address}
+    assert len(ports) == 2
+    assert not any(port.endswith(":0") for port in ports)
+    stopping = list(local.deadlines(list(planned.values())))
+    assert stopping == ["learner", "reference", "value", "rollout", "buffer"]
+    monkeypatch.setattr(services, "visible_gpus", lambda: list("01234567"))
+    planned = {s.name: s for s in local.plan_services(experiment, tmp_path / "config.yaml")}
+    shares = {name: s.environment["CUDA_VISIBLE_DEVICES"] for name, s in planned.items()}
+    assert shares == {"buffer": "", "server-0": "0", "reference": "1,2,3,4", "value": "5,6", "learner": "7"}
+
+
 def test_two_scorers_on_one_address_are_refused(config_file, judged):
     same = [f"rollout.rewards.{name}.address=tcp://127.0.0.1:5703" for name in ("kind", "brief")]
     with pytest.raises(ConfigError, match=r"rewards.kind.address and rollout.rewards.brief.address are both"):

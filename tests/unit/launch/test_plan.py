@@ -168,6 +168,36 @@ def test_a_value_model_is_held_and_trained_beside_the_policy():
     assert with_value.moments["training of the value model"]
 
 
+def test_a_value_model_on_ranks_of_its_own_is_held_there_and_not_beside_the_policy():
+    shape = "configs/shapes/llama-2-7b"
+    settings = ["learner.algorithm.advantage=gae", f"learner.value.path={shape}", "learner.processes=1"]
+    settings += ["learner.parallel.tensor=1", "learner.parallel.distributed_optimizer=false"]
+    ranks = ["processes=4", "parallel.tensor=2", "parallel.pipeline=2"]
+    beside, without = planned("policy-7b", *settings), planned("policy-7b", *settings[2:])
+    placed = planned("policy-7b", *settings, *(f"learner.value.ranks.{setting}" for setting in ranks))
+    (first, last) = (kind for kind in placed.kinds if kind.name.startswith("value model stage"))
+    assert (first.ranks, last.ranks, placed.devices - beside.devices) == (2, 2, 4)
+    assert placed.kinds[0].held == without.kinds[0].held, "as if there were none"
+    assert placed.kinds[0].moments == without.kinds[0].moments
+    there = [sum(kind.held[item] for item in ("weights", "gradients", "optimizer")) for kind in (first, last)]
+    assert 2 * sum(there) == pytest.approx(beside.kinds[0].held["value model"], rel=1e-4)
+    assert all(kind.moments["training"] for kind in (first, last))
+    (told,) = [
+        line for line in changes(planned(*placed_with(settings, ranks), devices=4)) if "devices" in line
+    ]
+    assert "4 for the value model" in told
+    with pytest.raises(ValueError, match=r"learner.value.ranks.parallel.pipeline=3 does not divide"):
+        planned(*placed_with(settings, ["processes=3", "parallel.pipeline=3"]))
+    shared = planned(*placed_with(settings, ["processes=2", "parallel.distributed_optimizer=true"]))
+    (kind,) = (kind for kind in shared.kinds if kind.name == "value model")
+    assert kind.held["optimizer"] == pytest.approx(2 * first.held["optimizer"], rel=0.1)
+    assert kind.moments["checkpoint"]
+
+
+def placed_with(settings, ranks):
+    return ("policy-7b", *settings, *(f"learner.value.ranks.{setting}" for setting in ranks))
+
+
 def test_online_dpo_has_a_reference_and_whole_groups():
     settings = ("rollout.group_size=8", "rollout.sampling.max_tokens=512", "model.max_length=1024")
     plain, pairs = (planned("policy-7b", *settings, *more) for more in ((), ("learner.algorithm.loss=dpo",)))

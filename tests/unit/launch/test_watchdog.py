@@ -90,12 +90,30 @@ def test_a_reference_on_ranks_of_its_own_is_told_of(experiment, config_file):
     history = made(BUFFER)
     for line, told in (
         (None, "the reference has not come up"),
-        ({"time": NOW - 1, "in_hand": 3}, "reference: has 3 micro-batches of the learner's in hand"),
+        ({"time": NOW - 1, "in_hand": 3}, "reference: has 3 requests of the learner's in hand"),
         ({"time": NOW - 1, "in_hand": 0}, "reference: waits for the learner"),
         ({"time": NOW - 90, "in_hand": 3}, "reference: has told nothing for 1 min 30 s; it hangs"),
     ):
         history.reference = [line] if line else []
         assert told in "\n".join(diagnosis(read(config_file, placed), history, NOW))
+
+
+def test_a_value_model_on_ranks_of_its_own_is_told_of(config_file, reward_folder):
+    placed = ["learner.algorithm.advantage=gae", f"learner.value.path={reward_folder}"]
+    experiment = read(config_file, [*placed, "learner.value.ranks.processes=2"])
+    history = made(BUFFER)
+    for line, told in (
+        (None, "the value model has not come up"),
+        ({"time": NOW - 1, "in_hand": 3}, "value model: has 3 requests of the learner's in hand"),
+        (
+            {"time": NOW - 1, "in_hand": 0, "missing_copies": 2},
+            "value model: waits for 2 of the learner's copies with an update",
+        ),
+        ({"time": NOW - 1, "in_hand": 0}, "value model: waits for the learner"),
+        ({"time": NOW - 90}, "value model: has told nothing for 1 min 30 s; it hangs"),
+    ):
+        history.value = [line] if line else []
+        assert told in "\n".join(diagnosis(experiment, history, NOW))
 
 
 def test_a_service_that_hangs_or_never_came_is_named(experiment):

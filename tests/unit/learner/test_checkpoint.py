@@ -9,11 +9,13 @@ from torch.distributed.checkpoint.api import CheckpointException
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from learner import parallel
-from learner.checkpoint import Checkpoints, Setup, reason_of
+from learner.checkpoint import Checkpoints, Setup
 from learner.checkpoint_files import DamagedCheckpoint, verify
+from learner.checkpoint_parts import reason_of
 from learner.config import OptimizerConfig, ParallelConfig
 from learner.model import build_model
 from learner.optimizer import Trainable, apply_gradients, make_trainable
+from learner.resuming import obstacle
 
 SETUP = Setup("float32", False, 1, 1, 1, 1, "digest", "model")
 
@@ -190,3 +192,25 @@ def test_a_resume_brings_back_weights_moments_generators_and_position(make, tmp_
     assert all(torch.equal(tensor, weights(first)[name]) for name, tensor in weights(again).items()), (
         "a step after it is the step that would have come"
     )
+
+
+def test_a_value_model_goes_on_under_the_optimizer_that_it_was_written_with(tmp_path):
+    """On the policy's ranks it is that of `learner.parallel`; older checkpoints tell of that alone."""
+    (tmp_path / "value").mkdir()
+    facts = {
+        "dtype": "float32", "distributed_optimizer": False, "lora": None, "shape": None, "start": None,
+        "start_at": "model", "value": True, "ema": False,
+    }  # fmt: skip
+    for written, wanted, fits in (
+        (None, None, True),
+        (None, False, True),
+        (None, True, False),
+        (True, True, True),
+        (True, None, False),
+        (False, None, True),
+    ):
+        meta = {"dtype": "float32", "distributed_optimizer": False}
+        meta |= {} if written is None else {"value_distributed_optimizer": written}
+        why = obstacle(tmp_path, meta, **facts, value_distributed_optimizer=wanted)
+        assert (why is None) == fits, (written, wanted)
+        assert fits or f"its value model was written with distributed_optimizer={bool(written)}" in why

@@ -106,9 +106,15 @@ def test_a_band_of_lengths_has_no_place_in_a_conversation(refusal):
     [
         ({"rho_bar": 2}, "targets gae have no ρ, so rho_bar would do nothing"),
         ({"targets": "vtrace", "c_bar": 1.5}, "c_bar 1.5 is above rho_bar 1"),
+        (
+            {"ranks": {"processes": 3, "parallel": {"tensor": 2}}},
+            "set learner.value.ranks.processes=2 or change learner.value.ranks.parallel",
+        ),
+        ({"ranks": {"timeout_s": 3600}}, "learner.value.ranks.timeout_s: expected"),
+        ({"ranks": {"path": "x"}}, "learner.value.ranks.path: unknown key"),
     ],
 )
-def test_value_targets_that_do_not_fit(refusal, value, reason):
+def test_a_value_model_that_cannot_be_trained_as_it_is_told(refusal, value, reason):
     assert reason in refusal(learner={"algorithm": {"advantage": "gae"}, "value": {**VALUE, **value}})
 
 

@@ -17,21 +17,24 @@ from buffer import requester
 from buffer.errors import BadMessage, Unreachable, WrongRun
 from buffer.experiment import ModelConfig
 from learner import conversion, parallel
+from learner.apart import client as client_module
+from learner.apart import waiting as waiting_module
+from learner.apart.client import ApartClient
+from learner.apart.layouts import layout_of, work_of
+from learner.apart.server import ApartServer
+from learner.apart.wire import REFERENCE, Answer, Served, Task, encode_request
+from learner.apart.wire import Request as WireRequest
+from learner.apart.work import Limits, encode_work
 from learner.config import ParallelConfig
 from learner.layout import Row, lay_out
 from learner.line import Line
-from learner.reference import client as client_module
 from learner.reference import ranks as ranks_module
-from learner.reference.client import ReferenceClient
 from learner.reference.fingerprint import fingerprint
-from learner.reference.ranks import ReferenceRanks, work_of
-from learner.reference.server import ReferenceServer
-from learner.reference.service import layout_of
-from learner.reference.wire import Request as WireRequest
-from learner.reference.wire import Served, encode_request, encode_work
+from learner.reference.ranks import ReferenceRanks
 from learner.stop import Abandoned
 
-SERVED = Served("run", "weights", 64, 40)
+LIMITS = Limits(64, 40)
+SERVED = Served(REFERENCE, "run", "weights", LIMITS)
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +51,8 @@ def impatient(monkeypatch):
     monkeypatch.setattr(client_module, "BUSY_S", 0.3)
     monkeypatch.setattr(client_module, "RETRY_S", 0.1)
     monkeypatch.setattr(client_module, "TELL_S", 0.0)
-    monkeypatch.setattr(ranks_module, "TICK_S", 0.05)
+    for module in (ranks_module, waiting_module):
+        monkeypatch.setattr(module, "TICK_S", 0.05)
 
 
 @pytest.fixture
@@ -56,6 +60,10 @@ def address():
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+
+
+def answer_to(task: Task) -> Answer:
+    return Answer((-task.works[0].target_ids.astype(np.float32),))
 
 
 class Reference:
@@ -66,7 +74,7 @@ class Reference:
         self.computed = 0
 
     async def __aenter__(self):
-        self.server = ReferenceServer(self._served, self._address, None)
+        self.server = ApartServer(self._served, "learner.reference.address", self._address, None)
         return self
 
     async def __aexit__(self, *_):
@@ -91,13 +99,13 @@ class Reference:
     def _work(self):
         while not self._over.wait(0.01):
             if self._answers and not self.server.waiting.empty():
-                work, answer = self.server.waiting.get()
+                task, answer = self.server.waiting.get()
                 self.computed += 1
-                answer.set_result(-work.target_ids.astype(np.float32))
+                answer.set_result(answer_to(task))
 
 
 def client(address, run="run", weights="weights", timeout_s=20.0):
-    return Line(lambda: ReferenceClient(address, run, weights, "test", timeout_s))
+    return Line(lambda: ApartClient(REFERENCE, address, run, weights, "test", timeout_s))
 
 
 def batch(*lengths):
@@ -150,7 +158,10 @@ def test_a_reference_of_another_run_or_other_weights_is_waited_out_and_told(worl
     ended: Future = Future()
 
     def others():
-        for served in (Served("other", "weights", 64, 40), Served("run", "other", 64, 40)):
+        for served in (
+            Served(REFERENCE, "other", "weights", LIMITS),
+            Served(REFERENCE, "run", "other", LIMITS),
+        ):
             with Reference(address, served):
                 time.sleep(0.6)
         ended.set_result(None)
@@ -175,7 +186,7 @@ def test_only_the_wrong_reference_or_none_ends_the_wait_at_its_deadline(world, a
     ):
         asked(line, [BATCHES])
     with (
-        Reference(address, Served("other", "weights", 64, 40)),
+        Reference(address, Served(REFERENCE, "other", "weights", LIMITS)),
         client(address, timeout_s=0.5) as line,
         pytest.raises(WrongRun, match="run_id"),
     ):
@@ -188,8 +199,8 @@ def test_a_busy_reference_is_not_given_up_while_it_answers_others(world, address
         found = asked(line, [BATCHES])[0]
         for one in BATCHES:
             time.sleep(0.5)
-            work, answer = reference.server.waiting.get(timeout=5)
-            answer.set_result(-work.target_ids.astype(np.float32))
+            task, answer = reference.server.waiting.get(timeout=5)
+            answer.set_result(answer_to(task))
             assert next(found).tolist() == (-one.target_ids).tolist()
 
 
@@ -238,7 +249,7 @@ def test_what_is_malformed_is_refused_by_field_and_ends_nothing(world, address, 
     with Reference(address) as reference, client(address) as line:
         bad = type(GOOD)(**fields | change)
         with pytest.raises(BadMessage, match=told):
-            line.ask(lambda of: of.logprobs(bad)).result(10)
+            line.ask(lambda of: of.of_targets(Task("logprobs", (bad,)))).result(10)
         assert_answers(asked(line, [BATCHES]), [BATCHES])
         assert reference.server.metrics()["bad_messages"] == 1
 
@@ -248,8 +259,9 @@ def test_a_frame_beyond_the_largest_micro_batch_is_never_read(world, address):
         context = zmq.Context()
         raw = context.socket(zmq.DEALER)
         raw.connect(address)
-        header, *_ = encode_request(WireRequest("id", "run", "weights", "raw", GOOD))
-        raw.send_multipart([header, b"\0" * (SERVED.max_message_bytes + 1), b"", b""])
+        request = WireRequest("id", "run", "weights", "raw", Task("logprobs", (GOOD,)))
+        header, about, *_ = encode_request(REFERENCE, request)
+        raw.send_multipart([header, about, b"\0" * (LIMITS.max_message_bytes + 1), b"", b""])
         assert not raw.poll(500)
         raw.close(linger=0)
         context.term()

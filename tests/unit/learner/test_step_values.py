@@ -293,9 +293,9 @@ def test_a_distance_is_counted_once_and_rates_and_clips_are_those_of_the_step(
     assert set(given) == {BETA if placement == "loss" else 0.0}
     row = report.row()
     assert (row["lr"], row["value/lr"]) == pytest.approx((2e-9 / 3, 4e-9 / 3))
-    assert clips == [0.25, 0.125, 0.25, 0.125]
+    assert clips == [0.125, 0.25, 0.125, 0.25]
     for number, found in enumerate(rates):
-        assert found == pytest.approx([(2e-9 if number % 2 == 0 else 4e-9) / 3] * len(found))
+        assert found == pytest.approx([(4e-9 if number % 2 == 0 else 2e-9) / 3] * len(found))
 
 
 def test_reinforce_plus_plus_with_the_kl_in_the_reward_takes_what_is_still_to_come(trained, models):
@@ -324,6 +324,8 @@ def test_a_coefficient_that_moves_goes_on_from_the_checkpoint_and_a_fixed_one_fr
 
 def test_values_that_are_not_finite_end_the_step_with_what_to_do(trained, monkeypatch):
     nan = torch.tensor(math.nan)
-    monkeypatch.setattr(Critic, "values", lambda _, batches: [nan.expand(len(m.target_ids)) for m in batches])
+    monkeypatch.setattr(
+        Critic, "values", lambda _, batches, report: [nan.expand(len(m.target_ids)) for m in batches]
+    )
     with pytest.raises(ValueError, match=r"advantages are not finite.*learner\.value\.optimizer\.lr"):
         trained(advantage="gae")

@@ -1,4 +1,4 @@
-"""The reference's socket: micro-batches in, logprobs out, each request its own task."""
+"""The socket of a model on ranks of its own: requests in, answers out, each request its own task."""
 
 import asyncio
 import logging
@@ -7,19 +7,14 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from buffer.answering import Answering
 from buffer.groups import Frame
 from buffer.keys import ServerKeys
 from buffer.router import Router
-from learner.reference import wire
-from learner.reference.wire import Served, Work
+from learner.apart import wire
+from learner.apart.wire import Answer, Served, Task
 
 logger = logging.getLogger(__name__)
-
-Logprobs = NDArray[np.float32]
 
 
 @dataclass(slots=True)
@@ -31,13 +26,15 @@ class Traffic:
     tokens: int = 0
     """Laid out in them."""
     in_hand: int = 0
+    """Of all that is asked for."""
 
 
-class ReferenceServer:
+class ApartServer:
     """Takes requests while `run` runs; whoever computes takes them out of `waiting`.
 
     Args:
         served: Whom it answers, and for what.
+        key: The setting that the address is of, for messages.
         address: Where it listens.
         keys: Its own and those that it admits.
 
@@ -46,12 +43,12 @@ class ReferenceServer:
         ValueError: The address is malformed, or reaches beyond this machine without keys.
     """
 
-    def __init__(self, served: Served, address: str, keys: ServerKeys | None) -> None:
+    def __init__(self, served: Served, key: str, address: str, keys: ServerKeys | None) -> None:
         self.traffic = Traffic()
-        self.waiting: queue.SimpleQueue[tuple[Work, Future[Logprobs]]] = queue.SimpleQueue()
+        self.waiting: queue.SimpleQueue[tuple[Task, Future[Answer]]] = queue.SimpleQueue()
         self._served = served
-        self._router = Router("learner.reference.address", address, served.max_message_bytes, keys)
-        self._answering = Answering[Logprobs](self._router, wire.ENVELOPE, self._answer, logger)
+        self._router = Router(key, address, served.limits.max_message_bytes, keys)
+        self._answering = Answering[Answer](self._router, served.kind.envelope, self._answer, logger)
 
     async def run(self) -> None:
         """Take requests and send their answers until cancelled; see `Answering.run`."""
@@ -60,26 +57,28 @@ class ReferenceServer:
     def close(self) -> None:
         self._router.close()
 
-    async def _answer(self, frames: list[Frame]) -> list[Frame]:
-        request = wire.decode_request(frames, self._served)
-        work = request.work
-        if work is None:
-            return [wire.ENVELOPE.reply(request.request_id)]
-        found = await self._answering.once(request.request_id, lambda: self._compute(work))
-        return wire.encode_logprobs(request.request_id, found)
+    async def find(self, task: Task) -> Answer:
+        """What is answered."""
+        return Answer() if task.verb == wire.HELLO else await self.compute(task)
 
-    async def _compute(self, work: Work) -> Logprobs:
+    async def compute(self, task: Task) -> Answer:
+        """Have the ranks do it, behind all that they were given before."""
         self.traffic.in_hand += 1
         try:
-            answer: Future[Logprobs] = Future()
-            self.waiting.put((work, answer))
+            answer: Future[Answer] = Future()
+            self.waiting.put((task, answer))
             found = await asyncio.wrap_future(answer)
         finally:
             self.traffic.in_hand -= 1
-        self.traffic.micro_batches += 1
-        self.traffic.tokens += len(work.token_ids)
+        self.traffic.micro_batches += len(task.works)
+        self.traffic.tokens += sum(len(work.token_ids) for work in task.works)
         return found
 
     def metrics(self) -> dict[str, Any]:
         traffic = {name: getattr(self.traffic, name) for name in Traffic.__slots__}
         return {"requests": self._answering.requests, "bad_messages": self._answering.bad_messages, **traffic}
+
+    async def _answer(self, frames: list[Frame]) -> list[Frame]:
+        request = wire.decode_request(frames, self._served)
+        found = await self._answering.once(request.request_id, lambda: self.find(request.task))
+        return wire.encode_answer(self._served.kind, request.request_id, found)

@@ -1,4 +1,4 @@
-"""Reference jobs of their own, started as an operator starts them."""
+"""Jobs of the reference and of the value model, started as an operator starts them."""
 
 import os
 import signal
@@ -15,13 +15,15 @@ from launch.guard import children
 
 
 class Job:
-    """One torchrun of `learner.reference`; its log grows over restarts."""
+    """One torchrun of `learner.reference`, or of another such module; its log grows over restarts."""
 
-    def __init__(self, folder: Path, experiment: dict) -> None:
+    def __init__(self, folder: Path, experiment: dict, role: str = "reference") -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        self._config, self._log = folder / "reference.yaml", folder / "reference.log"
+        self._module = f"learner.{role}"
+        self._config, self._log = folder / f"{role}.yaml", folder / f"{role}.log"
         self._config.write_text(yaml.safe_dump(experiment))
-        self._ranks = experiment["learner"]["reference"]["processes"]
+        section = experiment["learner"][role]
+        self._ranks = section.get("ranks", section)["processes"]
         self.process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -30,7 +32,7 @@ class Job:
 
     def start(self) -> "Job":
         torchrun = ["-m", "learner.torchrun", "--standalone", "--local-addr", "127.0.0.1"]
-        command = [sys.executable, *torchrun, f"--nproc-per-node={self._ranks}", "-m", "learner.reference"]
+        command = [sys.executable, *torchrun, f"--nproc-per-node={self._ranks}", "-m", self._module]
         with self._log.open("ab") as log:
             self.process = subprocess.Popen(
                 [*command, str(self._config)],
