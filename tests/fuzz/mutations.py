@@ -115,11 +115,17 @@ BOMBS = [b"\x91" * 3000 + b"\xc0", b"\x81\xa1a" * 600 + b"\xc0", b"\xdd\xff\xff\
 """Nested deeply, or a list that says it is as long as there is no memory."""
 
 
+def swapped(good: dict[str, Any]) -> Any:
+    """With one value replaced by an odd one, and all else good: what only that field's own check can tell."""
+    return st.tuples(st.sampled_from(sorted(good)), scalars).map(lambda one: good | {one[0]: one[1]})
+
+
 def messages(*good: dict[str, Any]) -> Any:
     """Headers: good ones with a fault, trees, and bytes."""
     valid = [packed(one) for one in good]
     return st.one_of(
         *(mutated(one).map(packed) for one in good),
+        *(swapped(one).map(packed) for one in good),
         *(damaged(one) for one in valid),
         trees().map(packed),
         st.binary(max_size=200),
