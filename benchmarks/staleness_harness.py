@@ -34,6 +34,8 @@ PROMPT = DIGITS + 2
 LENGTH = PROMPT + DIGITS + 1
 HELD_OUT = 200
 """Prompts of an evaluation, one completion each."""
+KNOWN = 400
+"""Prompts whose right answer's probability is told."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +47,8 @@ class Size:
     updates: int = 2
     steps: int = 120
     evaluate_every: int = 6
+    schedule: str = "constant"
+    """Of the learning rate, behind five versions of warm-up."""
 
 
 def start_model(folder: Path, enough: float = 0.25) -> float:
@@ -114,6 +118,14 @@ class Sampler:
         made, _ = self.sample(prompts, chance)
         return float((made == answers(prompts)).all(1).float().mean())
 
+    @torch.no_grad()
+    def chance(self) -> float:
+        """Of a held-out prompt being answered right, the mean of `KNOWN`: a score that no draw is in."""
+        prompts = make_prompts(np.random.default_rng(1 << 21), KNOWN)
+        right = answers(prompts)
+        logits = self.model(torch.cat([prompts, right], 1)).logits[:, PROMPT - 1 : -1]
+        return float(logits.log_softmax(-1).gather(2, right[:, :, None])[..., 0].sum(1).exp().mean())
+
     def batch(self, index: int, version: int, seed: int, size: Size) -> Batch:
         """Batch `index`, sampled by what the model holds, which is `version`."""
         draw = np.random.default_rng([seed, index])
@@ -144,7 +156,7 @@ def _trajectory(index: int, prompt: Any, made: Any, logprobs: Any, version: int,
         token_ids=np.concatenate([prompt, made[:length]]).astype(np.int32),
         loss_mask=mask,
         behavior_logprobs=behavior,
-        versions=(mask * version).astype(np.int32),
+        versions=mask.astype(np.int32) * version,
         reward=reward,
         reward_parts={},
         finish_reason="stop" if len(ends) else "length",
@@ -167,7 +179,7 @@ def experiment(
                 "steps": size.steps,
                 "updates_per_batch": size.updates,
                 "tokens_per_microbatch": 4096,
-                "optimizer": {"lr": rate, "warmup_steps": 5},
+                "optimizer": {"lr": rate, "warmup_steps": 5, "schedule": size.schedule},
                 "algorithm": algorithm,
             },
         }
@@ -197,7 +209,7 @@ def train(
     updater = Updater(of, make_trainable(model, of.learner.optimizer, of.learner.parallel), None)
     sampler, newest = (Sampler(LlamaForCausalLM.from_pretrained(folder)) for _ in range(2))
     versions: deque[dict[str, Tensor]] = deque(maxlen=staleness + 1)
-    scores, rows = [newest.score(np.random.default_rng([seed, 1 << 20]))], []
+    scores, chances, rows = [newest.score(np.random.default_rng([seed, 1 << 20]))], [newest.chance()], []
     for index in range(size.steps):
         versions.append({name: tensor.detach().clone() for name, tensor in convert.export_hf(model)})
         watch(index, versions[-1])
@@ -207,8 +219,10 @@ def train(
         if (index + 1) % size.evaluate_every == 0:
             newest.model.load_state_dict(dict(convert.export_hf(model)), strict=False)
             scores.append(newest.score(np.random.default_rng([seed, 1 << 20, index])))
+            chances.append(newest.chance())
     return {
         "curve": [round(s, 3) for s in scores],
+        "chance": [round(c, 4) for c in chances],
         "ess": _mean(rows, "ess"),
         "rho_max": max(r["rho/max"] for r in rows),
         "mask_fraction": _mean(rows, "mask_fraction"),

@@ -19,6 +19,9 @@ BANDS: dict[Level, tuple[float, float]] = {
 }
 """Where a ratio of that level must lie unless the file says otherwise."""
 
+TAPERED = BANDS | {"token": (0.5, math.inf), "sequence": (0.5, math.inf), "geometric": (0.8, math.inf)}
+"""The same with taper, of tokens with A ≤ 0."""
+
 VETO = 1e-4
 
 
@@ -39,27 +42,32 @@ class CorrectionConfig(Section):
     weight: Level | None = None
     """Whose ρ weighs a token's policy loss; null: the token's, and with loss gspo its completion's geometric
     mean."""
+    taper: bool = False
+    """What is to become likelier (A > 0) has a weight of 1 and is not masked; other weights are at most 1
+    (arXiv 2503.14286)."""
     cap: float | None = Field(default=None, ge=1)
     """Weights are truncated there (truncated importance sampling); null does not truncate."""
     normalize: bool = False
     """Weights are divided by their mean over the optimizer step's batch, which takes a pass before it."""
     mask: Level | None = None
-    """Whose ρ has to lie in [mask_low, mask_high] for a token to be trained; null: the token's, and with kind
-    bypass none has to."""
+    """Whose ρ has to lie in [mask_low, mask_high] for a token to be trained; null: the token's, with taper
+    the geometric mean, and with kind bypass none has to."""
     mask_low: float | None = Field(default=None, ge=0)
     mask_high: float | None = Field(default=None, gt=0)
-    """null: 0.5 and 5 of a token, 0.5 and 2 of a sequence, 0.99 and 1.01 of a geometric mean."""
+    """null: 0.5 and 5 of a token, 0.5 and 2 of a sequence, 0.99 and 1.01 of a geometric mean; with taper
+    nothing is too high, and 0.8 too low for a geometric mean."""
     veto: float | None = Field(default=None, ge=0)
     """A sequence with any token whose ρ is below this is not trained; 0 never vetoes. null: 1e-4, and with
     kind bypass 0."""
 
     @property
     def mask_level(self) -> Level:
-        return self.mask or ("none" if self.kind == "bypass" else "token")
+        unset: Level = "none" if self.kind == "bypass" else "geometric" if self.taper else "token"
+        return self.mask or unset
 
     @property
     def band(self) -> tuple[float, float]:
-        low, high = BANDS[self.mask_level]
+        low, high = (TAPERED if self.taper else BANDS)[self.mask_level]
         return (
             low if self.mask_low is None else self.mask_low,
             high if self.mask_high is None else self.mask_high,
@@ -72,7 +80,7 @@ class CorrectionConfig(Section):
 
     @model_validator(mode="after")
     def _counts_the_ratio_once(self) -> Self:
-        twice = changed(self, "weight", "cap", "normalize")
+        twice = changed(self, "weight", "taper", "cap", "normalize")
         if self.kind == "bypass" and twice:
             raise ValueError(
                 f"kind bypass has the ratio to the behavior policy in its loss, and {', '.join(twice)} would "
@@ -98,10 +106,20 @@ class CorrectionConfig(Section):
 
     @model_validator(mode="after")
     def _weighs_by_something_finite(self) -> Self:
-        idle = changed(self, "cap", "normalize")
+        idle = changed(self, "cap", "normalize", "taper")
         if self.weight == "none" and idle:
             raise ValueError(f"weight none is 1 everywhere, so {', '.join(idle)} would do nothing; remove it")
-        bounded = self.cap is not None or (self.mask_level == "sequence" and math.isfinite(self.band[1]))
+        idle = changed(self, "cap", "normalize")
+        if self.taper and idle:
+            raise ValueError(
+                "taper makes weights of 1 where A > 0 and of at most 1 elsewhere, which "
+                f"{', '.join(idle)} would undo or do nothing to; remove it, or taper"
+            )
+        bounded = (
+            self.cap is not None
+            or self.taper
+            or (self.mask_level == "sequence" and math.isfinite(self.band[1]))
+        )
         if self.weight == "sequence" and not bounded:
             raise ValueError(
                 "weight sequence is a product over a completion's tokens, which grows with its length "

@@ -63,13 +63,19 @@ def at_level(log_ratios: Tensor, sequences: Tensor, level: Level) -> Tensor:
 
 
 def correct(
-    log_rho: Tensor, sequences: Tensor, of: CorrectionConfig, level: Level, mean_weight: float = 1.0
+    log_rho: Tensor,
+    advantages: Tensor,
+    sequences: Tensor,
+    of: CorrectionConfig,
+    level: Level,
+    mean_weight: float = 1.0,
 ) -> Correction:
     """Weigh by ρ, truncated at `of.cap`; train nothing whose ρ lies outside of the band, nor a sequence with
-    any token whose ρ is below the veto.
+    any token whose ρ is below the veto. With `of.taper` weights and band are for A ≤ 0 alone.
 
     Args:
         log_rho: [N], of single tokens; a constant, and so is the weight.
+        advantages: [N]; only a taper asks for their sign.
         sequences: int64 [N], 0 to B - 1.
         of: What is tested and where it is bounded.
         level: Whose ρ is the weight; of `none` it is 1.
@@ -77,15 +83,20 @@ def correct(
 
     Sources: weighing by ρ is Hilton et al.'s (arXiv 2110.00641, equation 3), truncating it Ionides' truncated
     importance sampling (2008), dividing by the mean self-normalised importance sampling, masking single
-    tokens IcePop's (arXiv 2510.18855).
+    tokens IcePop's (arXiv 2510.18855), masking whole completions by their mean log ρ where A < 0
+    DeepSeek-V3.2's (arXiv 2512.02556).
     """
     low, high = of.band
     tested = at_level(log_rho, sequences, of.mask_level).exp()
     masked = (tested < low) | (tested > high)
+    if of.taper:
+        masked &= advantages <= 0
     vetoed = any_of_sequence(log_rho.exp() < of.veto_below, sequences)
     keep = (~(masked | vetoed)).float()
     ones = torch.ones_like(log_rho)
     weight = ones if level == "none" else at_level(log_rho, sequences, level).exp()
+    if of.taper:
+        weight = tapered(weight, advantages)
     truncated = weight if of.cap is None else weight.clamp(max=of.cap)
     return Correction(
         weight=truncated * keep / mean_weight,
@@ -94,6 +105,17 @@ def correct(
         vetoed=vetoed,
         capped=(truncated < weight) & (keep > 0),
     )
+
+
+def tapered(ratios: Tensor, advantages: Tensor) -> Tensor:
+    """1 where A > 0, min(ρ, 1) elsewhere, [N].
+
+    With ρ of whole completions it is TOPR's weight (arXiv 2503.14286), with A in the place of its reward. A
+    push up is bounded by itself: the likelier something is, the less is left to gain. A push down is not: the
+    gradient of log π grows the rarer it has become. So what the policy has left already is let go, and what
+    was right is trained however far the policy has gone from it.
+    """
+    return torch.where(advantages > 0, 1.0, ratios.clamp(max=1))
 
 
 def proximal_share(versions: Tensor, index: int, progress: float) -> Tensor:

@@ -84,7 +84,9 @@ def objective(
         refuse_non_finite(values, whose, batch.sequence_index, batch.target_ids)
     sequences = torch.unique(batch.sequence_index, return_inverse=True)[1]
     log_rho = log_ratio(proximal, behavior)
-    correction = correct(log_rho, sequences, algorithm.correction, algorithm.weight_level, total.mean_weight)
+    correction = correct(
+        log_rho, batch.advantages, sequences, algorithm.correction, algorithm.weight_level, total.mean_weight
+    )
     old = proximal if algorithm.correction.kind == "decoupled" else behavior
     policy, clipped = policy_loss(logprobs, old, sequences, batch, algorithm)
     per_token = correction.weight * policy

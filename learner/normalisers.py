@@ -59,7 +59,9 @@ def weight_sums(micro_batches: Iterable[MicroBatch], algorithm: AlgorithmConfig)
         assert batch.proximal_logprobs is not None
         log_rho = log_ratio(batch.proximal_logprobs, batch.behavior_logprobs)
         sequences = torch.unique(batch.sequence_index, return_inverse=True)[1]
-        correction = correct(log_rho, sequences, algorithm.correction, algorithm.weight_level)
+        correction = correct(
+            log_rho, batch.advantages, sequences, algorithm.correction, algorithm.weight_level
+        )
         weights += float((correction.weight * batch.weights).double().sum())
         tokens += float((correction.keep * batch.weights).double().sum())
     return weights, tokens

@@ -43,15 +43,18 @@ def level_of(log_rho, sequences, i, level) -> float:
     return math.exp(min(logs.get(level, log_rho[i]), LOG_RATIO_LIMIT))
 
 
-def oracle(log_rho, sequences, of: CorrectionConfig, level) -> tuple[list[float], list[float]]:
+def oracle(log_rho, advantages, sequences, of: CorrectionConfig, level) -> tuple[list[float], list[float]]:
     """Weight and keep of every token, one after the other."""
     weights, keeps = [], []
     for i, s in enumerate(sequences):
         low, high = of.band
         keep = low <= level_of(log_rho, sequences, i, of.mask_level) <= high
+        keep = keep or (of.taper and advantages[i] > 0)
         mates = [x for x, other in zip(log_rho, sequences, strict=True) if other == s]
         keep = keep and not any(math.exp(x) < of.veto_below for x in mates)
         weight = 1.0 if level == "none" else level_of(log_rho, sequences, i, level)
+        if of.taper:
+            weight = 1.0 if advantages[i] > 0 else min(weight, 1.0)
         weight = weight if of.cap is None else min(weight, of.cap)
         weights.append(weight if keep else 0.0)
         keeps.append(float(keep))
@@ -59,28 +62,34 @@ def oracle(log_rho, sequences, of: CorrectionConfig, level) -> tuple[list[float]
 
 
 levels = st.sampled_from(["token", "sequence", "geometric", "none"])
-tokens = st.lists(st.tuples(st.integers(0, 3), st.floats(-3, 3, width=32)), min_size=1, max_size=12)
+tokens = st.lists(
+    st.tuples(st.integers(0, 3), st.floats(-3, 3, width=32), st.sampled_from([-2.0, 0.0, 0.5])),
+    min_size=1,
+    max_size=12,
+)
 
 
 @settings(deadline=None, max_examples=300)
 @given(
     rows=tokens,
     weight=levels,
+    taper=st.booleans(),
     mask=levels,
     cap=st.sampled_from([None, 1.0, 2.0, 4.0]),
     veto=st.sampled_from([None, 0.0, 0.2]),
     wide=st.booleans(),
 )
-def test_weights_and_masks_are_those_of_a_loop(rows, weight, mask, cap, veto, wide):
+def test_weights_and_masks_are_those_of_a_loop(rows, weight, taper, mask, cap, veto, wide):
     rows = sorted(rows)
-    sequences, log_rho = map(list, zip(*rows, strict=True))
+    sequences, log_rho, advantages = map(list, zip(*rows, strict=True))
     bounds = {"mask_low": 0.3, "mask_high": 3.0} if wide and mask != "none" else {}
-    of = CorrectionConfig.model_construct(kind="decoupled", mask=mask, cap=cap, veto=veto, **bounds)
-    found = correct(torch.tensor(log_rho), torch.tensor(sequences), of, weight)
-    weights, keeps = oracle(log_rho, sequences, of, weight)
+    of = CorrectionConfig.model_construct(taper=taper, mask=mask, cap=cap, veto=veto, **bounds)
+    given = (torch.tensor(log_rho), torch.tensor(advantages), torch.tensor(sequences), of, weight)
+    found = correct(*given)
+    weights, keeps = oracle(log_rho, advantages, sequences, of, weight)
     assert found.weight.tolist() == pytest.approx(weights, rel=1e-5)
     assert found.keep.tolist() == keeps
-    halved = correct(torch.tensor(log_rho), torch.tensor(sequences), of, weight, mean_weight=2.0)
+    halved = correct(*given, mean_weight=2.0)
     assert halved.weight.tolist() == pytest.approx([w / 2 for w in weights], rel=1e-5)
 
 
@@ -92,20 +101,23 @@ def test_weights_and_masks_are_those_of_a_loop(rows, weight, mask, cap, veto, wi
         {"weight": "sequence", "mask": "sequence"},
         {"weight": "none", "mask": "geometric", "mask_low": 0.8, "mask_high": 1.3},
         {"weight": "geometric", "mask": "token"},
+        {"taper": True},
+        {"weight": "sequence", "taper": True, "mask": "geometric", "mask_low": 0.8, "mask_high": 1.3},
         {"kind": "bypass", "mask": "sequence"},
     ],
 )
 def test_a_weight_is_a_constant_also_where_the_pass_itself_is_the_proximal_policy(settings_of):
     """The gradient is w · A · ∇log π and has nothing of ∇w, though w is of this very π."""
     rows = [(0, -1.0, 2.0), (0, -2.0, 2.0), (0, -0.5, 2.0), (4, -1.5, -1.0), (4, -0.2, -1.0), (9, -3.0, 0.5)]
-    current = [-0.8, -2.3, -0.55, -1.0, -0.6, -1.0]
+    current = [-0.8, -2.3, -0.55, -1.3, -0.6, -1.0]
     algorithm = AlgorithmConfig.model_validate({"loss": "reinforce", "correction": settings_of})
     logprobs = torch.tensor(current, requires_grad=True)
     loss, metrics = objective(logprobs, torch.zeros(6), micro_batch(rows), algorithm, TOTAL, 0.0)
     loss.backward()
     assert logprobs.grad is not None
     log_rho = [c - b for c, (_, b, _) in zip(current, rows, strict=True)]
-    weights, keeps = oracle(log_rho, [s for s, *_ in rows], algorithm.correction, algorithm.weight_level)
+    sequences, _, advantages = map(list, zip(*rows, strict=True))
+    weights, keeps = oracle(log_rho, advantages, sequences, algorithm.correction, algorithm.weight_level)
     expected = [-w * a / TOTAL.tokens for w, (*_, a) in zip(weights, rows, strict=True)]
     assert logprobs.grad.tolist() == pytest.approx(expected, rel=1e-5)
     assert len(set(weights)) > 1, "the case is to tell something"
@@ -117,7 +129,8 @@ def test_a_weight_is_a_constant_also_where_the_pass_itself_is_the_proximal_polic
 @pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
 def test_equal_policies_weigh_one_and_mask_nothing(level):
     of = CorrectionConfig(weight=level, cap=1.2, mask=level if level != "sequence" else "token")
-    found = correct(torch.zeros(5), torch.tensor([0, 0, 1, 1, 1]), of, level)
+    advantages = torch.tensor([1.0, 1.0, -1.0, -1.0, -1.0])
+    found = correct(torch.zeros(5), advantages, torch.tensor([0, 0, 1, 1, 1]), of, level)
     assert found.weight.tolist() == [1.0] * 5
     assert not (found.masked | found.vetoed | found.capped).any()
 
@@ -141,8 +154,23 @@ def test_a_product_over_thousands_of_tokens_is_exact_and_finite():
 
 def test_a_mask_of_sequences_drops_all_of_a_sequence_and_no_other():
     log_rho = torch.tensor([math.log(1.6), math.log(1.6), math.log(1.6)])
-    found = correct(log_rho, torch.tensor([0, 0, 1]), CorrectionConfig(mask="sequence", veto=0), "token")
+    of = CorrectionConfig(mask="sequence", veto=0)
+    found = correct(log_rho, torch.ones(3), torch.tensor([0, 0, 1]), of, "token")
     assert found.masked.tolist() == [True, True, False]
+
+
+def test_a_taper_lets_go_of_what_was_wrong_and_is_gone_already_and_of_nothing_that_was_right():
+    """Three completions of two tokens, which the policy gives e^-6, e^-6 and e^6 times as often."""
+    log_rho = torch.tensor([-2.0, -4.0, -2.0, -4.0, 3.0, 3.0])
+    advantages = torch.tensor([1.0, 1.0, -1.0, -1.0, -1.0, -1.0])
+    sequences = torch.tensor([0, 0, 1, 1, 2, 2])
+    product = CorrectionConfig(weight="sequence", taper=True, mask="none", veto=0)
+    found = correct(log_rho, advantages, sequences, product, "sequence")
+    assert found.weight.tolist() == pytest.approx([1, 1, math.exp(-6), math.exp(-6), 1, 1])
+    assert not (found.masked | found.vetoed | found.capped).any()
+    found = correct(log_rho, advantages, sequences, CorrectionConfig(taper=True, veto=0), "token")
+    assert found.weight.tolist() == [1, 1, 0, 0, 1, 1]
+    assert found.masked.tolist() == [False, False, True, True, False, False]
 
 
 NORMALISED = {"normalize": True, "cap": 2.0}
@@ -156,12 +184,12 @@ def test_normalised_weights_have_mean_one_over_the_tokens_that_are_kept():
     batch = micro_batch(ROWS, proximal_logprobs=PROXIMAL)
     weights, kept = weight_sums([batch], algorithm)
     log_rho = [p - b for p, (_, b, _) in zip(PROXIMAL, ROWS, strict=True)]
-    expected, keeps = oracle(log_rho, [s for s, *_ in ROWS], algorithm.correction, "token")
+    sequences, _, advantages = map(list, zip(*ROWS, strict=True))
+    expected, keeps = oracle(log_rho, advantages, sequences, algorithm.correction, "token")
     assert (weights, kept) == (pytest.approx(sum(expected), rel=1e-6), sum(keeps))
     assert kept == 5
-    found = correct(
-        torch.tensor(log_rho), batch.sequence_index, algorithm.correction, "token", weights / kept
-    )
+    given = (torch.tensor(log_rho), batch.advantages, batch.sequence_index, algorithm.correction, "token")
+    found = correct(*given, weights / kept)
     assert float(found.weight.sum()) == pytest.approx(kept)
 
 
