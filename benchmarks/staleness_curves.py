@@ -98,6 +98,7 @@ def main() -> None:
             continue
         method, rate, staleness, seed = key_of(run)
         made = run | train(START, METHODS[method], rate, staleness, seed, size)
+        del made["chance"]
         done[key_of(run)] = made
         with KEPT.open("a") as file:
             file.write(json.dumps(made) + "\n")
@@ -193,9 +194,9 @@ def table(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def compact(run: dict[str, Any]) -> dict[str, Any]:
-    """Three digits, and the curve as one text."""
-    rounded = {k: float(f"{v:.3g}") if isinstance(v, float) else v for k, v in run.items()}
-    return rounded | {"curve": " ".join(f"{v:g}" for v in run["curve"])}
+    """Three digits, and each curve as one text."""
+    told = {list: lambda v: " ".join(f"{x:g}" for x in v), float: lambda v: float(f"{v:.3g}")}
+    return {k: told.get(type(v), lambda v: v)(v) for k, v in run.items()}
 
 
 def draw(figures: dict[str, Any], path: Path) -> None:
@@ -234,11 +235,16 @@ def draw(figures: dict[str, Any], path: Path) -> None:
         for row in panels:
             row[0].set_ylabel("held-out score")
         panels[0][-1].legend(title="staleness", loc="lower right", fontsize=7, ncols=3)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        drawn = io.BytesIO()
-        figure.savefig(drawn, dpi=80)
-        Image.open(drawn).convert("P", palette=Image.Palette.ADAPTIVE, colors=48).save(path, optimize=True)
+        save_small(figure, path)
         plt.close(figure)
+
+
+def save_small(figure: Any, path: Path) -> None:
+    """As a PNG of few colours."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    drawn = io.BytesIO()
+    figure.savefig(drawn, dpi=80)
+    Image.open(drawn).convert("P", palette=Image.Palette.ADAPTIVE, colors=48).save(path, optimize=True)
 
 
 if __name__ == "__main__":
