@@ -179,18 +179,42 @@ def final(run: dict[str, Any]) -> float:
 
 
 def table(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Of each method and rate, by staleness: lowest, mean and highest final score of the seeds."""
+    """Of each method and rate, by staleness: lowest, mean and highest final score of the seeds, and by how
+    many versions that mean is behind the shipped correction on fresh tokens."""
     rows = []
     for method, rate in dict.fromkeys((r["method"], r["rate"]) for r in runs):
         of = [r for r in runs if (r["method"], r["rate"]) == (method, rate)]
-        told: dict[str, Any] = {"method": method, "rate": rate}
+        told: dict[str, Any] = {"method": method, "rate": rate, "behind": {}}
+        fresh = [r["curve"] for r in runs if (r["method"], r["rate"], r["staleness"]) == ("shipped", rate, 0)]
         for staleness in sorted({r["staleness"] for r in of}):
             finals = [final(r) for r in of if r["staleness"] == staleness]
             told[f"s{staleness}"] = [
                 round(f, 3) for f in (min(finals), statistics.fmean(finals), max(finals))
             ]
+            if staleness and fresh:
+                told["behind"][f"s{staleness}"] = round(behind(statistics.fmean(finals), fresh))
         rows.append(told)
     return rows
+
+
+def behind(score: float, fresh: list[list[float]]) -> float:
+    """How many versions before the last ones the mean of the fresh runs' curves was at that score: along the
+    nearest curve to it that never falls. A delay of s versions alone would be about s."""
+    levels: list[tuple[float, int]] = []
+    for points in zip(*fresh, strict=True):
+        level, count = statistics.fmean(points), 1
+        while levels and levels[-1][0] > level:
+            before, many = levels.pop()
+            level, count = (before * many + level * count) / (many + count), many + count
+        levels.append((level, count))
+    curve = [level for level, count in levels for _ in range(count)]
+    every = Size().evaluate_every
+    last = every * (len(curve) - 1 - (LAST - 1) / 2)
+    for at in range(1, len(curve)):
+        if curve[at] >= score:
+            part = max(0.0, score - curve[at - 1]) / max(curve[at] - curve[at - 1], 1e-9)
+            return last - every * (at - 1 + min(part, 1.0))
+    return 0.0
 
 
 def compact(run: dict[str, Any]) -> dict[str, Any]:
