@@ -62,8 +62,9 @@ METHODS: dict[str, dict[str, Any]] = {
 tokens may be stale; `shipped` is what a file without a word about it gets."""
 MAIN = ("none", "ppo bypass", "shipped")
 """At every rate and staleness."""
-WHOLE = ("mask sequence", "mask geometric")
-"""At every staleness of the first rate and at 0, 8 and 16 of the others."""
+DRAWN = (*MAIN, "taper")
+WHOLE = ("taper", "mask sequence", "mask geometric")
+"""At every staleness of the first rate and at 8 and 16 of the others: at 0 they do nothing."""
 
 
 def main() -> None:
@@ -127,11 +128,7 @@ def grid(rates: list[float], quick: bool) -> list[dict[str, Any]]:
     if quick:
         return [{"method": m, "rate": first, "staleness": s, "seed": 1} for m in MAIN for s in (0, 8)]
     blocks = [([first], MAIN, STALENESS), ([first], (*WHOLE, "m2po"), (8,)), ([first], WHOLE, (2, 16))]
-    blocks += [
-        (calmer, MAIN, (0, 8)),
-        ([first], (*WHOLE, "m2po"), (0, 1, 4, 16)),
-        (calmer, WHOLE, (0, 8, 16)),
-    ]
+    blocks += [(calmer, MAIN, (0, 8)), ([first], (*WHOLE, "m2po"), (1, 4, 16)), (calmer, WHOLE, (8, 16))]
     blocks += [(calmer, MAIN, (1, 2, 4, 16)), ([first], others, (0, 8, 16))]
     return [
         {"method": m, "rate": r, "staleness": s, "seed": n}
@@ -219,8 +216,8 @@ def behind(score: float, fresh: list[list[float]]) -> float:
 
 def compact(run: dict[str, Any]) -> dict[str, Any]:
     """Three digits, and each curve as one text."""
-    told = {list: lambda v: " ".join(f"{x:g}" for x in v), float: lambda v: float(f"{v:.3g}")}
-    return {k: told.get(type(v), lambda v: v)(v) for k, v in run.items()}
+    rounded = {k: float(f"{v:.3g}") if isinstance(v, float) else v for k, v in run.items()}
+    return {k: " ".join(f"{x:g}" for x in v) if isinstance(v, list) else v for k, v in rounded.items()}
 
 
 def draw(figures: dict[str, Any], path: Path) -> None:
@@ -233,11 +230,11 @@ def draw(figures: dict[str, Any], path: Path) -> None:
     every = Size().evaluate_every
     with plt.rc_context({**STYLE, "font.size": 9, "axes.titlesize": 10, "lines.linewidth": 1.4}):
         figure, panels = plt.subplots(
-            len(rates), len(MAIN), sharex=True, sharey=True, squeeze=False, layout="constrained",
-            figsize=(9, 2.8 * len(rates)),
+            len(rates), len(DRAWN), sharex=True, sharey=True, squeeze=False, layout="constrained",
+            figsize=(11, 2.8 * len(rates)),
         )  # fmt: skip
         for row, rate in zip(panels, rates, strict=True):
-            for axes, method in zip(row, MAIN, strict=True):
+            for axes, method in zip(row, DRAWN, strict=True):
                 for place, staleness in enumerate(STALENESS):
                     curves = [
                         [float(point) for point in r["curve"].split()]
@@ -252,13 +249,13 @@ def draw(figures: dict[str, Any], path: Path) -> None:
                     axes.plot(steps, middle, color=color, label=str(staleness))
                     low, high = ([of(p) for p in zip(*curves, strict=True)] for of in (min, max))
                     axes.fill_between(steps, low, high, color=color, alpha=0.12, linewidth=0)
-                axes.set_title(f"{names[method]}, rate {rate:g}")
+                axes.set_title(f"{names.get(method, method)}, rate {rate:g}")
                 axes.set_ylim(0, 1)
         for axes in panels[-1]:
             axes.set_xlabel("versions")
         for row in panels:
             row[0].set_ylabel("held-out score")
-        panels[0][-1].legend(title="staleness", loc="lower right", fontsize=7, ncols=3)
+        panels[0][2].legend(title="staleness", loc="lower right", fontsize=7, ncols=3)
         save_small(figure, path)
         plt.close(figure)
 

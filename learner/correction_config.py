@@ -19,7 +19,12 @@ BANDS: dict[Level, tuple[float, float]] = {
 }
 """Where a ratio of that level must lie unless the file says otherwise."""
 
-TAPERED = BANDS | {"token": (0.5, math.inf), "sequence": (0.5, math.inf), "geometric": (0.8, math.inf)}
+TAPERED: dict[Level, tuple[float, float]] = {
+    "token": (0.5, math.inf),
+    "sequence": (0.5, math.inf),
+    "geometric": (0.8, math.inf),
+    "none": (0.0, math.inf),
+}
 """The same with taper, of tokens with A ≤ 0."""
 
 VETO = 1e-4
