@@ -111,3 +111,18 @@ def test_evaluation_keeps_samples_and_tells_score_and_pass_rate(make_experiment,
                 assert parts["helpful"] == pytest.approx(expected, abs=1e-4)
                 compared += 1
     assert compared > 80
+
+
+def test_a_start_that_fails_tells_the_engines_own_reason_in_its_one_line(make_experiment):
+    """So little memory for the cache that vLLM's core process, and not this one, ends with the reason."""
+    folder = make_experiment("fails")
+    command = [
+        SLIPSTREAM, "generate", "experiment.yaml", "prompts.jsonl", "out.jsonl",
+        "rollout.engine.kv_cache_gib=0.00001",
+    ]  # fmt: skip
+    run = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=200, check=False)
+    assert run.returncode == 2
+    (line,) = run.stderr.splitlines()
+    assert "vLLM does not start with" in line
+    assert "ValueError: No available memory for the cache blocks" in line
+    assert "root cause" not in line
