@@ -127,11 +127,13 @@ class ValueClient(ApartClient):
         """
         async with self._putting_right:
             while self._place == known:
-                step, number = self._base
+                # Of one moment: a checkpoint that is completed while the one before is loaded empties the
+                # list, and the model lacks just that.
+                (step, number), trained = self._base, tuple(self._trained)
                 load = Task("load", (), {"step": step, "number": number}, self._session)
                 told = (await self.ask(load)).numbers
                 place = f"{told['place']:.0f}"
-                lost = [task for task in self._trained if task.numbers["number"] >= told["number"]]
+                lost = [task for task in trained if task.numbers["number"] >= told["number"]]
                 if lost and told["loaded"]:
                     again = "the value model went back to step %d: it makes %d updates again"
                     logger.warning(again, step, len(lost))
