@@ -139,16 +139,25 @@ class ValueServer(ApartServer):
                 self._check_place(task)
 
     async def _update(self, whole: Task) -> Answer:
-        answer = await self.compute(whole)
+        answer = await self._computed_here(whole)
         if whole.session == self._place:
             await self._move(self._session, self._place, whole.numbers["number"] + 1)
         return answer
 
     async def _once(self, key: tuple[str, ...], task: Task) -> Answer:
         if key not in self._done:
-            self._done[key] = asyncio.ensure_future(self.compute(task))
+            self._done[key] = asyncio.ensure_future(self._computed_here(task))
         try:
             return await asyncio.shield(self._done[key])
         except Failed:
             self._done.pop(key, None)
             raise
+
+    async def _computed_here(self, task: Task) -> Answer:
+        """As `compute`; this is a task of its own, before which a load may have begun.
+
+        Raises:
+            OutOfStep: One has: the ranks would do it to what they load.
+        """
+        self._check_place(task)
+        return await self.compute(task)

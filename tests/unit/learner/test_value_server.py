@@ -34,8 +34,9 @@ class Model:
         self.server = ValueServer(SERVED, "its.address", address, None)
         self.did: list[tuple] = []
         self.made = 0
-        self.lets_train = asyncio.Event()
+        self.lets_train, self.lets_load = asyncio.Event(), asyncio.Event()
         self.lets_train.set()
+        self.lets_load.set()
         self._tasks = [asyncio.create_task(self.server.run()), asyncio.create_task(self._work())]
 
     async def _work(self):
@@ -50,6 +51,7 @@ class Model:
                 await self.lets_train.wait()
                 self.made += 1
             if task.verb == "load":
+                await self.lets_load.wait()
                 self.made = task.numbers["number"]
             values = (np.full(2, self.made, np.float32),) if task.verb == "values" else ()
             answer.set_result(Answer(values, {"loss": float(self.made)} if task.verb == "train" else {}))
@@ -194,6 +196,29 @@ def test_copies_of_which_one_does_not_know_of_the_checkpoint_yet_come_to_the_sam
     asyncio.run(go())
 
 
+def test_a_checkpoint_that_is_completed_while_the_one_before_is_loaded_loses_no_update(address):
+    async def go():
+        model = Model(address)
+        async with client(address) as of:
+            await of.start("s", 0)
+            await train(of, 0)
+            await train(of, 1)
+            await of.save(2, 4)
+            await model.close()
+            model = Model(address)
+            model.lets_load.clear()
+            async with asyncio.timeout(20):
+                while not model.did:  # noqa: ASYNC110  the client notices by itself
+                    await asyncio.sleep(0.02)
+                await of.saved(2, 4)
+                model.lets_load.set()
+                assert (await of.values(2, work(5))).tolist() == [2, 2]
+        await model.close()
+        assert [did[:2] for did in model.did[:3]] == [("load", 0), ("train", [0]), ("train", [1])]
+
+    asyncio.run(go())
+
+
 class Forgetful(Model):
     """One whose state is the updates that it made; when it is closed, what was saved stays."""
 
@@ -292,6 +317,28 @@ def test_the_newest_start_of_the_learner_is_followed_and_none_before_it(address)
             with pytest.raises(OutOfStep, match="since the learner's copy was told"):
                 await old.ask(stale)
         await model.close()
+
+    asyncio.run(go())
+
+
+@pytest.mark.parametrize("verb", ["train", "save"])
+def test_what_was_not_begun_when_another_start_loads_is_not_done_to_what_it_loads(verb, address):
+    """As after a stop of the process, in which an old learner's last request and a new one's first came."""
+    numbers = {
+        "train": {"number": 0, "index": 0, "copy": 0, "copies": 1, "tokens": 2},
+        "save": {"number": 0, "step": 1, "attempt": 1},
+    }[verb]
+
+    async def go():
+        model = Model(address)
+        find = model.server.find
+        told = (await find(Task("load", numbers={"step": 0, "number": 0}, session="s"))).numbers
+        late = Task(verb, (work(7, True),) * (verb == "train"), numbers, f"{told['place']:.0f}")
+        new = Task("load", numbers={"step": 2, "number": 0}, session="t")
+        found = await asyncio.gather(find(late), find(new), return_exceptions=True)
+        await model.close()
+        assert [did[:2] for did in model.did] == [("load", 0), ("load", 2)]
+        assert isinstance(found[0], OutOfStep)
 
     asyncio.run(go())
 
