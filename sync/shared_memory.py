@@ -19,12 +19,16 @@ from torch import Tensor
 from sync.errors import MemoryNotShared
 from sync.manifest import Manifest
 
-_KEEPS_ITS_SIZE = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+_KNOWN = hasattr(os, "memfd_create") and hasattr(fcntl, "F_ADD_SEALS")
+"""A Python that was built for a C library older than glibc 2.27, as uv's and conda's were, knows neither."""
+_KEEPS_ITS_SIZE = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL if _KNOWN else 0
 
 
 def place_of_this_process() -> str:
     """What processes have in common that can open each other's memory: the running system, the namespaces of
     processes and users, and the user. Empty where there is no such memory."""
+    if not _KNOWN:
+        return ""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         namespaces = [os.stat(f"/proc/self/ns/{kind}").st_ino for kind in ("pid", "user")]
@@ -94,7 +98,8 @@ def map_stream(path: str, stream_bytes: int) -> Tensor:
         try:
             # Reading beyond the end of a file that was cut meanwhile would end this process.
             if (
-                fcntl.fcntl(file, fcntl.F_GET_SEALS) != _KEEPS_ITS_SIZE
+                # A kernel may add a seal of its own, against executing it (vm.memfd_noexec).
+                fcntl.fcntl(file, fcntl.F_GET_SEALS) & _KEEPS_ITS_SIZE != _KEEPS_ITS_SIZE
                 or os.fstat(file).st_size != stream_bytes
             ):
                 raise MemoryNotShared(f"{path}: not {stream_bytes} bytes that a learner shares")

@@ -3,6 +3,8 @@
 import gc
 import multiprocessing
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -74,3 +76,34 @@ def test_what_is_no_shared_stream_is_not_mapped(tmp_path):
     with pytest.raises(PermissionError):
         os.ftruncate(int(shared.path.rpartition("/")[2]), 0)  # which would kill whoever reads on
     assert torch.equal(map_stream(shared.path, SIZE), torch.zeros(SIZE, dtype=torch.uint8))
+
+
+WITHOUT_IT = """
+import fcntl, os
+del os.memfd_create
+for name in [name for name in vars(fcntl) if "SEAL" in name]:
+    delattr(fcntl, name)
+import torch
+from sync.config import SyncConfig
+from sync.publisher import Publisher
+from sync.receiver import place_of_this_process
+
+assert place_of_this_process() == "", "nothing is shared with it"
+publisher = Publisher(SyncConfig(address="tcp://127.0.0.1:5999"), "run", torch.device("cpu"))
+assert publisher._share([], None) is None
+"""
+
+
+def test_a_python_that_has_no_such_memory_shares_nothing_and_works():
+    """As one built against an old C library."""
+    done = subprocess.run([sys.executable, "-c", WITHOUT_IT], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_kernel_that_seals_more_than_was_asked_for_is_no_obstacle(monkeypatch):
+    no_exec_seal = 8  # MFD_NOEXEC_SEAL, what sysctl vm.memfd_noexec=1 makes the default
+    create = os.memfd_create
+    monkeypatch.setattr(os, "memfd_create", lambda name, flags: create(name, flags | no_exec_seal))
+    shared = SharedStream(SIZE, BUCKET)
+    shared.take()[0].fill_(3)
+    assert map_stream(shared.path, SIZE)[0] == 3
