@@ -123,6 +123,6 @@ def _message(turn: Any) -> Any:
     if not isinstance(turn, dict) or "from" not in turn:
         return turn
     speaker = turn["from"]
-    if speaker not in SPEAKERS:
+    if not isinstance(speaker, str) or speaker not in SPEAKERS:
         raise BadRow(f"conversations: from {shown(speaker)}: expected one of {', '.join(SPEAKERS)}")
     return {"role": SPEAKERS[speaker], "content": turn.get("value")}

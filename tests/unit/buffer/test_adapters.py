@@ -177,6 +177,7 @@ def test_a_few_strange_rows_do_not_hide_the_shape_of_the_rest():
         ({"prompt": "p", "completion": "c", "label": False}, "label: false, so the completion is not one"),
         ({"conversations": {}}, "conversations: expected a list of turns"),
         ({"conversations": [{"from": "bot", "value": "hi"}]}, "from 'bot': expected one of human, user, gpt"),
+        ({"conversations": [{"from": ["human"], "value": "hi"}]}, "from ['human']: expected one of human"),
         ({"conversations": [{"from": "human"}]}, "prompt: content of the user: expected text, got None"),
         ({"instruction": 3, "output": "o"}, "instruction: expected text, got 3"),
         ({"instruction": "i", "input": [], "output": 3}, "response: expected text, got 3"),
