@@ -196,16 +196,21 @@ class Checkpoints:
             self._load(of_step(self._root, step), trainable, value)
         if value is not None and not isinstance(value, Trainable):
             value.load(step)
+        if parallel.rank() == 0:
+            self._clear_leftovers()
         return step
+
+    def _clear_leftovers(self) -> None:
+        """Only once the value model has loaded: where it has ranks of its own, these outlive the learner, and
+        may be writing into one that a killed one began."""
+        for leftover in leftovers(self._root):
+            shutil.rmtree(leftover, ignore_errors=True)
 
     def position(self, step: int) -> dict[str, Any]:
         """What `save` was told to keep beside weights and moments; empty if nothing."""
         return read_meta(of_step(self._root, step)).get("position") or {}
 
     def _newest_whole(self) -> int:
-        for leftover in leftovers(self._root):
-            # A value model on ranks of its own may be writing into one still; it stops at its next load.
-            shutil.rmtree(leftover, ignore_errors=True)
         found = self.found()
         for path in reversed(found):
             try:

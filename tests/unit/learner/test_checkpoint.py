@@ -2,6 +2,7 @@
 
 import json
 from traceback import StackSummary
+from typing import Any, cast
 
 import pytest
 import torch
@@ -82,14 +83,11 @@ def test_every_kind_of_damage_is_found(written, damage):
         verify(path)
 
 
-def test_the_newest_whole_one_is_taken_and_leftovers_are_cleared(written, tmp_path, caplog):
+def test_the_newest_whole_one_is_taken(written, tmp_path, caplog):
     written(5)
     (written(10) / "weights").write_bytes(b"")
-    leftover = tmp_path / "checkpoints" / ".step-000015.tmp"
-    leftover.mkdir()
     assert Checkpoints(tmp_path, 2, SETUP)._newest_whole() == 5
     assert "DAMAGED CHECKPOINT" in caplog.text
-    assert not leftover.exists()
 
 
 def test_a_folder_without_meta_is_no_checkpoint(written, tmp_path):
@@ -192,6 +190,20 @@ def test_a_resume_brings_back_weights_moments_generators_and_position(make, tmp_
     assert all(torch.equal(tensor, weights(first)[name]) for name, tensor in weights(again).items()), (
         "a step after it is the step that would have come"
     )
+
+
+def test_leftovers_are_cleared_once_no_value_model_can_be_writing_into_one(make, tmp_path):
+    leftover = tmp_path / "checkpoints" / ".step-000015.tmp"
+    leftover.mkdir(parents=True)
+    found = []
+
+    class Elsewhere:
+        def load(self, step):
+            found.append((step, leftover.exists()))
+
+    assert Checkpoints(tmp_path, 2, SETUP).resume(make(), cast(Any, Elsewhere())) == 0
+    assert found == [(0, True)]
+    assert not leftover.exists()
 
 
 def test_a_value_model_goes_on_under_the_optimizer_that_it_was_written_with(tmp_path):
