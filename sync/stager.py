@@ -63,11 +63,13 @@ class Stager:
         Args:
             on_bucket: With the index of each bucket that landed.
             prepare: With a version that arrived whole and unchanged, before it counts as staged. A SyncError
-                of it fails the stage. A stage that was dropped meanwhile may still be in it.
+                of it fails the stage. One at a time, and none of a stage that was dropped before; one that is
+                dropped in it stays in it.
         """
         self._device = device
         self._on_bucket = on_bucket
         self._prepare = prepare
+        self._preparing = threading.Lock()
         self._memory: Tensor | None = None
         self._stage: Stage | None = None
         self._threads: list[threading.Thread] = []
@@ -91,7 +93,7 @@ class Stager:
         self._stage = stage
         thread = threading.Thread(
             target=_receive,
-            args=(stage, seat, self._device, self._on_bucket, self._prepare),
+            args=(stage, seat, self._device, self._on_bucket, self._prepare_if_wanted),
             daemon=True,
             name="slipstream-stage",
         )
@@ -142,6 +144,12 @@ class Stager:
             raise TransferFailed(f"version {version} is not staged here")
         return stage.manifest, stage.stream
 
+    def _prepare_if_wanted(self, stage: Stage) -> None:
+        with self._preparing:  # the thread of a stage that was dropped goes on, beside the next one's
+            if self._stage is not stage:  # what it prepared could take the place of what the next one did
+                raise TransferFailed(f"version {stage.version} was dropped")
+            self._prepare(stage.manifest, stage.stream)
+
     def _take_memory(self, size_bytes: int) -> Tensor:
         if self._memory is None or self._memory.numel() < size_bytes:
             self._memory = None
@@ -160,7 +168,7 @@ def _receive(
     seat: Seat,
     device: torch.device,
     on_bucket: Callable[[int], None],
-    prepare: Callable[[Manifest, Tensor], None],
+    prepare: Callable[[Stage], None],
 ) -> None:
     _use_every_core()
     try:
@@ -170,7 +178,7 @@ def _receive(
             stage.group = BroadcastGroup.connect(seat, device)
         sums = _fill(stage, stage.group, device, on_bucket)
         _compare(stage, stage.group, sums, device)
-        prepare(stage.manifest, stage.stream)
+        prepare(stage)
     except SyncError as error:
         stage.cause, stage.reason, stage.state = error.cause, str(error), "failed"
     else:

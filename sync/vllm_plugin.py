@@ -96,7 +96,6 @@ class StagingEngine(WeightTransferEngine[StageOrder, LoadOrder]):
         super().__init__(*args, **kwargs)
         self._stager = Stager(self.device, prepare=self._prepare)
         self._twin: Twin | None = None
-        self._preparing = threading.Lock()
         self._expected: ExpectedModel | None = None
         self._refusal: str | None = None
 
@@ -151,12 +150,11 @@ class StagingEngine(WeightTransferEngine[StageOrder, LoadOrder]):
             return
         # Of this thread alone, on Linux: decoding comes first where both want a core.
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), PREPARING_NICENESS)
-        with self._preparing:  # of a stage that was dropped the thread goes on, beside the next one's
-            try:
-                self._twin = self._twin or Twin(self.model, self.model_config, self._tied)
-                self._twin.load(self._weights(manifest, stream))
-            except Exception as error:  # vLLM's loading raises whatever it likes
-                raise LoadFailed(f"{type(error).__name__}: {error}") from error
+        try:
+            self._twin = self._twin or Twin(self.model, self.model_config, self._tied)
+            self._twin.load(self._weights(manifest, stream))
+        except Exception as error:  # vLLM's loading raises whatever it likes
+            raise LoadFailed(f"{type(error).__name__}: {error}") from error
 
     def _weights(self, manifest: Manifest, stream: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
         """What is staged, as vLLM's `load_weights` wants it."""
