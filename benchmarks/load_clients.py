@@ -51,6 +51,9 @@ class Timed:
     async def lease(self, max_groups: int, timeout_s: float) -> list[Lease]:
         return await timed(self._client.lease(max_groups, timeout_s), self._seconds["lease"])
 
+    async def withdraw(self) -> list[Lease]:
+        return await self._client.withdraw()
+
     async def renew(self, lease_ids: Any) -> set[str]:
         return await timed(self._client.renew(lease_ids), self._seconds["renew"])
 

@@ -34,6 +34,7 @@ class RolloutBuffer(Protocol):
     """What a rollout server needs of the buffer."""
 
     async def lease(self, max_groups: int, timeout_s: float) -> list[Lease]: ...
+    async def withdraw(self) -> list[Lease]: ...
     async def renew(self, lease_ids: Sequence[str]) -> set[str]: ...
     async def deliver(self, group: Group) -> bool: ...
     async def give_up(self, lease_id: str, reason: str, requeue: bool) -> GivenUp | None: ...
@@ -76,6 +77,8 @@ class BufferClient:
         self._name = name
         self._deadline_s = deadline_s
         self._abandoned: list[tuple[int, str]] = []
+        self._left: list[asyncio.Task[Answer | None]] = []
+        """Requests for leases whose call was cancelled."""
         self._asked: dict[tuple[int, int, int], asyncio.Task[Answer]] = {}
         """For shards that may be on their way, by batch, rank and ranks."""
         self._max_message_bytes: int | None = None
@@ -87,9 +90,10 @@ class BufferClient:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for asked in self._asked.values():
+        pending = [*self._asked.values(), *self._left]
+        for asked in pending:
             asked.cancel()
-        await asyncio.gather(*self._asked.values(), return_exceptions=True)
+        await asyncio.gather(*pending, return_exceptions=True)
         await self._requester.__aexit__(kind, error, trace)
 
     # Rollout
@@ -109,13 +113,33 @@ class BufferClient:
             request_id = self._adopt(max_groups) or new_id()
             wait_s = max(0.0, min(POLL_S, deadline - time.monotonic()))
             fields = {"max_groups": max_groups, "wait_s": wait_s}
-            answer = await self._poll("lease", fields, request_id, deadline)
+            asked = asyncio.create_task(self._poll("lease", fields, request_id, deadline))
+            try:
+                answer = await asyncio.shield(asked)
+            except asyncio.CancelledError:
+                if max_groups:
+                    self._left.append(asked)
+                else:
+                    asked.cancel()
+                raise
             if answer is None:
                 self._abandoned.append((max_groups, request_id))
                 return []
             leases = wire.decode_leases(answer[0])
             if leases or time.monotonic() >= deadline:
                 return leases
+
+    async def withdraw(self) -> list[Lease]:
+        """What calls of `lease` that were cancelled are granted all the same: to be handed back.
+
+        The buffer waits on their requests for up to `POLL_S`, and does not learn that nobody asks any more.
+        """
+        found: list[Lease] = []
+        while self._left:
+            answer = await self._left.pop()
+            if answer is not None:
+                found += wire.decode_leases(answer[0])
+        return found
 
     def _adopt(self, max_groups: int) -> str | None:
         """An abandoned request that asked for no more than that."""

@@ -179,11 +179,18 @@ class RolloutLoop:
                 logger.info("the buffer took %d leases back: their groups are cancelled", len(lost))
 
     async def _hand_back(self, lease_ids: list[str]) -> None:
-        """Let other servers have the prompts at once; a buffer that is gone will time the leases out."""
+        """Let other servers have the prompts at once; a buffer that is gone will time the leases out.
+
+        What is handed back makes room, and the buffer may grant it to what this server was asking for last.
+        """
         try:
             async with asyncio.timeout(HAND_BACK_S):
                 for lease_id in lease_ids:
                     await self._buffer.give_up(lease_id, "server_stopped", requeue=True)
+                for lease in await self._buffer.withdraw():
+                    await self._buffer.give_up(lease.lease_id, "server_stopped", requeue=True)
+        except RunFinished:
+            pass
         except TimeoutError:
             logger.warning("the buffer did not answer: %d leases will time out", len(lease_ids))
 

@@ -117,6 +117,30 @@ def test_a_silent_server_loses_its_leases_to_another(service):
     asyncio.run(asyncio.wait_for(run(), 60))
 
 
+def test_what_a_stopped_server_is_granted_too_late_is_its_to_hand_back(service):
+    address, start, _ = service
+    start("buffer.lease_timeout_s=60")
+
+    async def run():
+        rollout, learner = both(address)
+        async with rollout, learner, BufferClient(address, "rollout", "run", "server-1") as other:
+            await learner.published(0)
+            held = await rollout.lease(6, 5.0)
+            asking = asyncio.create_task(rollout.lease(6, 20.0))
+            await asyncio.sleep(0.3)
+            asking.cancel()
+            await asyncio.wait([asking])
+            for lease in held:
+                await rollout.give_up(lease.lease_id, "server_stopped", requeue=True)
+            for lease in await rollout.withdraw():
+                await rollout.give_up(lease.lease_id, "server_stopped", requeue=True)
+            assert await rollout.withdraw() == []
+            again = await other.lease(6, 5.0)
+            assert {x.prompt.prompt_id for x in again} == {x.prompt.prompt_id for x in held}, "all, at once"
+
+    asyncio.run(asyncio.wait_for(run(), 60))
+
+
 def test_prompts_that_all_fail_end_the_service_with_one_line_and_a_restart_goes_on(service):
     """The data goes round for ever, and so would a reward function that always raises."""
     address, start, _ = service

@@ -459,6 +459,24 @@ def test_a_stopped_server_hands_its_leases_back():
     assert running == status["leased"] == 0
 
 
+def test_a_stopped_server_hands_back_what_it_is_granted_meanwhile():
+    async def go():
+        bench = Bench(ScriptedEngine(plain_completion, delay_s=60), max_groups=2)
+        granted = []
+
+        async def granted_late():
+            granted.extend(await bench.buffer.lease(2, 0))
+            return granted
+
+        bench.buffer.withdraw = granted_late
+        async with bench:
+            await bench.until(lambda status: status["leased"] == 2)
+        return len(granted), await bench.buffer.status()
+
+    late, status = asyncio.run(go())
+    assert (late, status["leased"]) == (2, 0)
+
+
 def test_a_dead_engine_ends_the_loop():
     async def go():
         bench = Bench(ScriptedEngine(lambda request: EngineFailed("the engine died")))
