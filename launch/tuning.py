@@ -149,7 +149,7 @@ def steady(history: History) -> list[Record]:
     if len(records) < 2:
         raise ValueError(
             f"{history.run_dir}: {len(history.steps)} steps in metrics.jsonl; expected three or more, "
-            "or --generate-seconds and --train-seconds"
+            "or what `slipstream measure` writes, or --generate-seconds and --train-seconds"
         )
     return records
 

@@ -90,7 +90,7 @@ def test_the_groups_that_a_server_starts_with_are_left_out(run_dir):
 
 
 def test_a_run_too_short_is_one_line(tmp_path):
-    with pytest.raises(ValueError, match="expected three or more, or --generate-seconds"):
+    with pytest.raises(ValueError, match="expected three or more, or what `slipstream measure` writes"):
         tuning.calibrate(History(tmp_path))
 
 
