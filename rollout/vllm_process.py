@@ -113,7 +113,10 @@ def _unknown_heads(model: str) -> str | None:
     """Why vLLM's attention on CPU cannot compute a model, which it would say a minute later and elsewhere."""
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
-    config = json.loads((Path(model) / "config.json").read_text())
+    path = Path(model) / "config.json"
+    if not path.is_file():
+        return None  # a name of a hub's model; of a folder without one vLLM tells more
+    config = json.loads(path.read_text())
     heads, hidden = config.get("num_attention_heads"), config.get("hidden_size")
     size = config.get("head_dim") or (hidden // heads if heads and hidden else None)
     known = CPUAttentionBackend.get_supported_head_sizes()

@@ -91,7 +91,7 @@ def test_learner_then_a_server_of_two_ranks_then_buffer(experiment):
     told = [
         path.read_bytes() for path in (*folder.glob("*.log"), *folder.rglob("run/**/*")) if path.is_file()
     ]
-    assert len(secrets) == 5
+    assert len(secrets) == 6
     assert not any(secret in text for secret in secrets for text in told)
     for row in rows:
         assert row["staleness/max"] == 0

@@ -13,10 +13,7 @@ from sync.errors import LoadFailed, PublishInterrupted
 from sync.receiver import Receiver
 from sync.stand_in import Behavior, StandInSink
 
-
-@pytest.fixture(params=[True, False], ids=["shared", "sent"])
-def shared_memory(request) -> bool:
-    return request.param
+both_ways = pytest.mark.parametrize("shared_memory", [True, False], ids=["shared", "sent"])
 
 
 def publish(publisher, version, weights):
@@ -31,6 +28,7 @@ def publish(publisher, version, weights):
             assert interruptions < 5
 
 
+@both_ways
 def test_versions_reach_every_server_in_one_kept_group(start_server, make_publisher, weights, shared_memory):
     servers = [start_server("a"), start_server("b")]
     publisher = make_publisher()
@@ -58,6 +56,7 @@ def test_nobody_there_is_no_error_and_the_iterator_is_run_through(make_publisher
     assert seen == list(new.tensors)  # other ranks of the learner ran through theirs
 
 
+@both_ways
 def test_late_joiner_gets_the_current_version_and_nobody_else_does(start_server, make_publisher, weights):
     first = start_server("first")
     publisher = make_publisher()
@@ -76,6 +75,7 @@ def test_late_joiner_gets_the_current_version_and_nobody_else_does(start_server,
     assert report.members == ["first", "late"]
 
 
+@both_ways
 @pytest.mark.slow
 @pytest.mark.parametrize("blow", [signal.SIGKILL, signal.SIGSTOP])
 def test_server_lost_mid_transfer_costs_only_itself(blow, start_server, make_publisher, weights):
@@ -158,6 +158,7 @@ def test_server_of_another_run_is_turned_away(start_server, make_publisher):
     assert stranger.process.exitcode == 0
 
 
+@both_ways
 def test_learner_restart_brings_its_servers_back(start_server, make_publisher, weights):
     server = start_server("a")
     publisher = make_publisher(heartbeat_timeout_s=2.0)
@@ -172,6 +173,7 @@ def test_learner_restart_brings_its_servers_back(start_server, make_publisher, w
     assert server.expect("loaded", version=4)["sums"] == weights(4).sums
 
 
+@both_ways
 def test_second_publish_waits_for_the_load_of_the_first(start_server, make_publisher, weights):
     server = start_server("a", load_seconds=1.0)
     publisher = make_publisher()

@@ -253,7 +253,7 @@ class Line:
     """A publisher and a receiver around an engine, for the length of a `with`."""
 
     def __init__(self, rig: Rig, address: str) -> None:
-        config = SyncConfig(address=address, bucket_mib=1)
+        config = SyncConfig(address=address, bucket_mib=1, transfer_timeout_s=20)
         self.publisher = Publisher(config, "test", torch.device("cpu"))
         self._receiving = receiving(rig, config)
 

@@ -158,7 +158,9 @@ def test_a_value_model_that_is_killed_under_two_copies_gets_the_lost_updates_of_
             job.start()
             learner.open(made)
         learner.process.wait(120)
-    assert run.log.count("the value model went back to") >= 2
+    # Whichever copy notices first leads it back, and tells of it.
+    told = "".join(path.read_text() for path in (run.folder / "out").glob("log-*.txt"))
+    assert told.count("the value model went back to") >= 2
     assert_same_ppo(run, whole, rel=0)
 
 
