@@ -192,7 +192,8 @@ class RolloutLoop:
         except RunFinished:
             pass
         except TimeoutError:
-            logger.warning("the buffer did not answer: %d leases will time out", len(lease_ids))
+            if lease_ids:
+                logger.warning("the buffer did not answer: %d leases will time out", len(lease_ids))
 
 
 def _told(outcome: GivenUp | None) -> str:
