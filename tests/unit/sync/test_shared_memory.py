@@ -21,8 +21,9 @@ def read_in_turn(path, orders):
     """Another process: tells the sum of what it maps, whenever it is asked."""
     stream = map_stream(path, SIZE)
     while orders.recv():
-        orders.send((int(stream.long().sum()), place_of_this_process()))
+        total = int(stream.long().sum())
         stream[0] = 9  # its own
+        orders.send((total, place_of_this_process()))
 
 
 def test_another_process_sees_what_is_written_and_writes_to_itself_only():
@@ -48,6 +49,7 @@ def test_another_process_sees_what_is_written_and_writes_to_itself_only():
 
 
 def test_it_is_freed_with_its_last_user_and_leaves_no_handle():
+    gc.collect()
     before = set(os.listdir("/proc/self/fd"))
     shared = SharedStream(SIZE, BUCKET)
     stream = map_stream(shared.path, SIZE)
@@ -57,7 +59,7 @@ def test_it_is_freed_with_its_last_user_and_leaves_no_handle():
     assert stream[-1] == 7, "who reads it keeps it"
     del stream
     gc.collect()
-    assert set(os.listdir("/proc/self/fd")) == before
+    assert set(os.listdir("/proc/self/fd")) <= before
     assert "slipstream-weights" not in Path("/proc/self/maps").read_text()
 
 
