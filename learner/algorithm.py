@@ -204,11 +204,12 @@ class AlgorithmConfig(Section):
 
     @property
     def ignores_age(self) -> bool:
-        """Whether nothing tells another policy's token from one of the policy's own."""
+        """Whether nothing tells another policy's token from one of the policy's own: no ratio of the loss, no
+        weight, no mask, no veto of the file's. One left to its default corrects nothing by itself."""
         of = self.correction
-        if of.kind == "bypass":
-            return self.loss == "reinforce"
-        return self.weight_level == of.mask_level == "none" and not of.veto_below
+        if of.kind == "bypass" and self.loss != "reinforce":
+            return False
+        return self.weight_level == of.mask_level == "none" and not of.veto
 
     @property
     def per_token(self) -> bool:

@@ -239,6 +239,16 @@ class LearnerConfig(TrainingConfig):
         return self
 
     @model_validator(mode="after")
+    def _counts_its_own_updates(self) -> Self:
+        if self.algorithm.loss == "reinforce" and self.updates_per_batch > 1:
+            raise ValueError(
+                "algorithm.loss reinforce has no ratio to the policy that the batch began with, so "
+                f"updates_per_batch={self.updates_per_batch} would train the later ones as though the first "
+                "had changed nothing; use 1, or loss cispo or ppo"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _has_one_loop(self) -> Self:
         if self.idle_s is not None and self.loop is not None:
             raise ValueError("idle_s sleeps in the place of the loop, so loop would do nothing; remove one")
@@ -347,7 +357,7 @@ class LearnerExperiment(Experiment):
                 f"learner.algorithm: neither loss {self.learner.algorithm.loss} nor its correction has a "
                 "ratio to the behavior policy in it, so tokens up to "
                 f"buffer.max_staleness={stale} versions old would be trained as the policy's own; "
-                "weigh or mask by ρ, or use loss cispo with kind bypass"
+                "weigh or mask by ρ, set a veto, or use loss cispo with kind bypass"
             )
         return self
 

@@ -151,10 +151,28 @@ def test_what_staleness_forbids(refusal):
     assert "correction.proximal=interpolated with buffer.max_staleness=11" in text
     for uncorrected in (
         {"loss": "reinforce", "correction": {"kind": "bypass"}},
+        {"loss": "reinforce", "correction": {"weight": "none", "mask": "none"}},
         {"correction": {"weight": "none", "mask": "none", "veto": 0}},
+        {"correction": {"weight": "none", "mask": "none"}},
     ):
         text = refusal(learner={"algorithm": uncorrected})
         assert "buffer.max_staleness=2 versions old would be trained as the policy's own" in text
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        {"correction": {"weight": "none", "mask": "none", "veto": 1e-4}},
+        {"correction": {"weight": "none"}},
+        {"correction": {"mask": "none"}},
+        {"correction": {"kind": "bypass"}},
+        {"loss": "reinforce", "correction": {"kind": "bypass", "mask": "geometric"}},
+        {"loss": "reinforce", "correction": {"kind": "bypass", "veto": 0.1}},
+    ],
+)
+def test_whatever_the_file_says_of_the_behavior_policy_corrects_for_age(tmp_path, algorithm):
+    (tmp_path / "c.yaml").write_text(yaml.safe_dump({**BASE, "learner": {"algorithm": algorithm}}))
+    assert not load(tmp_path / "c.yaml", [], LearnerExperiment).learner.algorithm.ignores_age
 
 
 def test_what_ignores_age_is_fine_for_tokens_without_one(tmp_path):
@@ -162,6 +180,15 @@ def test_what_ignores_age_is_fine_for_tokens_without_one(tmp_path):
     sections = {"learner": learner, "buffer": {"max_staleness": 0}}
     (tmp_path / "c.yaml").write_text(yaml.safe_dump({**BASE, **sections}))
     assert load(tmp_path / "c.yaml", [], LearnerExperiment).learner.algorithm.ignores_age
+
+
+@pytest.mark.parametrize("correction", [{}, {"kind": "bypass", "mask": "token"}])
+def test_a_loss_without_a_ratio_makes_one_update_a_batch(refusal, correction):
+    """The second would train on what the first has moved the policy away from."""
+    algorithm = {"loss": "reinforce", "correction": correction}
+    text = refusal(learner={"updates_per_batch": 2, "algorithm": algorithm})
+    assert "loss reinforce has no ratio to the policy that the batch began with" in text
+    assert "updates_per_batch=2" in text
 
 
 def test_an_estimated_proximal_policy_saves_a_pass_or_is_refused(tmp_path, refusal):
