@@ -41,7 +41,7 @@ OPEN: dict[str, Any] = {"mask": "none", "veto": 0.0}
 METHODS: dict[str, dict[str, Any]] = {
     "none": {"correction": {"weight": "none", **OPEN}},
     "ppo bypass": {"correction": {"kind": "bypass"}},
-    "shipped": {},
+    "decoupled": {"correction": {"taper": False}},
     "decoupled, no mask": {"correction": OPEN},
     "interpolated": {"correction": {"proximal": "interpolated"}},
     "token cap 2": {"correction": {"cap": 2.0, **OPEN}},
@@ -59,12 +59,10 @@ METHODS: dict[str, dict[str, Any]] = {
     "m2po": {"loss": "m2po", "correction": {"kind": "bypass"}},
 }
 """`none` is PPO that takes every token for the policy's own, which a run's configuration refuses where
-tokens may be stale; `shipped` is what a file without a word about it gets."""
-MAIN = ("none", "ppo bypass", "shipped")
-"""At every rate and staleness."""
-DRAWN = (*MAIN, "taper")
-WHOLE = ("taper", "mask sequence", "mask geometric")
-"""At every staleness of the first rate and at 8 and 16 of the others: at 0 they do nothing."""
+tokens may be stale. A file without a word about it gets `decoupled`, and `taper` where they may be more than
+2 versions old."""
+MAIN = ("none", "ppo bypass", "decoupled", "taper")
+"""At every staleness; at 0 a taper does nothing, and its curves are those of `decoupled`."""
 
 
 def main() -> None:
@@ -124,12 +122,11 @@ def main() -> None:
 def grid(rates: list[float], quick: bool) -> list[dict[str, Any]]:
     """What tells most first: it may be cut off by the clock."""
     first, *calmer = rates
-    others = [m for m in METHODS if m not in (*MAIN, *WHOLE, "m2po")]
+    others = [m for m in METHODS if m not in MAIN]
     if quick:
         return [{"method": m, "rate": first, "staleness": s, "seed": 1} for m in MAIN for s in (0, 8)]
-    blocks = [([first], MAIN, STALENESS), ([first], (*WHOLE, "m2po"), (8,)), ([first], WHOLE, (2, 16))]
-    blocks += [(calmer, MAIN, (0, 8)), ([first], (*WHOLE, "m2po"), (1, 4, 16)), (calmer, WHOLE, (8, 16))]
-    blocks += [(calmer, MAIN, (1, 2, 4, 16)), ([first], others, (0, 8, 16))]
+    blocks = [([first], MAIN, STALENESS), (calmer, MAIN, (0, 8)), ([first], others, (8,))]
+    blocks += [(calmer, MAIN, (1, 2, 4, 16)), ([first], others, (0, 16))]
     return [
         {"method": m, "rate": r, "staleness": s, "seed": n}
         for of, methods, ages in blocks
@@ -137,6 +134,7 @@ def grid(rates: list[float], quick: bool) -> list[dict[str, Any]]:
         for n in SEEDS
         for m in methods
         for s in ages
+        if s or m != "taper"
     ]
 
 
@@ -177,12 +175,14 @@ def final(run: dict[str, Any]) -> float:
 
 def table(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Of each method and rate, by staleness: lowest, mean and highest final score of the seeds, and by how
-    many versions that mean is behind the shipped correction on fresh tokens."""
+    many versions that mean is behind `decoupled` on fresh tokens."""
     rows = []
     for method, rate in dict.fromkeys((r["method"], r["rate"]) for r in runs):
         of = [r for r in runs if (r["method"], r["rate"]) == (method, rate)]
         told: dict[str, Any] = {"method": method, "rate": rate, "behind": {}}
-        fresh = [r["curve"] for r in runs if (r["method"], r["rate"], r["staleness"]) == ("shipped", rate, 0)]
+        fresh = [
+            r["curve"] for r in runs if (r["method"], r["rate"], r["staleness"]) == ("decoupled", rate, 0)
+        ]
         for staleness in sorted({r["staleness"] for r in of}):
             finals = [final(r) for r in of if r["staleness"] == staleness]
             told[f"s{staleness}"] = [
@@ -226,15 +226,15 @@ def draw(figures: dict[str, Any], path: Path) -> None:
 
     runs = figures["runs"]
     rates = list(dict.fromkeys(r["rate"] for r in runs))
-    names = {"none": "no correction", "ppo bypass": "ppo, bypass", "shipped": "as shipped"}
+    names = {"none": "no correction", "ppo bypass": "ppo, bypass"}
     every = Size().evaluate_every
     with plt.rc_context({**STYLE, "font.size": 9, "axes.titlesize": 10, "lines.linewidth": 1.4}):
         figure, panels = plt.subplots(
-            len(rates), len(DRAWN), sharex=True, sharey=True, squeeze=False, layout="constrained",
+            len(rates), len(MAIN), sharex=True, sharey=True, squeeze=False, layout="constrained",
             figsize=(11, 2.8 * len(rates)),
         )  # fmt: skip
         for row, rate in zip(panels, rates, strict=True):
-            for axes, method in zip(row, DRAWN, strict=True):
+            for axes, method in zip(row, MAIN, strict=True):
                 for place, staleness in enumerate(STALENESS):
                     curves = [
                         [float(point) for point in r["curve"].split()]

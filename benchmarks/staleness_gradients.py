@@ -97,7 +97,7 @@ def policies(seed: int) -> dict[int, dict[str, Tensor]]:
         if version in wanted:
             kept[version] = weights
 
-    train(START, METHODS["shipped"], RATE, 0, seed, replace(SIZE, steps=max(wanted) + 1), watch)
+    train(START, METHODS["decoupled"], RATE, 0, seed, replace(SIZE, steps=max(wanted) + 1), watch)
     return kept
 
 

@@ -34,7 +34,7 @@ PICTURE = Path("docs/pictures/staleness_plateau.png")
 RATE = 1e-4
 SIZE = Size(steps=240, evaluate_every=10, schedule="cosine")
 SEEDS = (1, 2, 3)
-RUNS = (("shipped", 0), ("shipped", 8), ("taper", 8), ("none", 8))
+RUNS = (("decoupled", 0), ("decoupled", 8), ("taper", 8), ("none", 8))
 """At 0 every ρ is 1, and the taper does nothing."""
 
 
@@ -124,7 +124,7 @@ def draw(runs: list[dict[str, Any]]) -> None:
             versions = [SIZE.evaluate_every * i for i in range(len(curves))]
             for axes, unit in zip(panels, (1.0, seconds_a_version(staleness)), strict=True):
                 color = f"C{place}"
-                name = {"none": "no correction", "shipped": "as shipped"}.get(method, method)
+                name = {"none": "no correction"}.get(method, method)
                 at = [unit * v for v in versions]
                 axes.plot(
                     at, [statistics.fmean(p) for p in curves], color=color, label=f"{staleness}, {name}"

@@ -269,11 +269,12 @@ def announce(e: WholeExperiment, history: History, console: Console) -> None:
         f"{job.processes} {name} rank{'s' * (job.processes > 1)}" for name, job in training_jobs(e).items()
     )
     device = f"{len(visible_gpus())} GPU" if visible_gpus() else f"{len(usable_cores())} cores"
+    oldest = e.buffer.max_staleness
     lines = {
         "model": f"{e.model.path} · {e.model.dtype}, at most {e.model.max_length} tokens",
         "data": f"{data}",
         "training": f"{e.learner.steps} steps of {e.buffer.groups_per_batch} groups × {e.rollout.group_size} "
-        f"completions · {e.learner.algorithm.told}, staleness at most {e.buffer.max_staleness}",
+        f"completions · {e.learner.algorithm.at_age(oldest).told}, staleness at most {oldest}",
         "rewards": " + ".join(f"{r.weight:g} · {name}" for name, r in e.rollout.rewards.items() if r.weight),
         "services": f"buffer, {servers}, {scorers}{ranks} on {device}",
         "logs": f"{e.run_dir}/logs",

@@ -6,7 +6,7 @@ from pydantic import AfterValidator, Field, model_validator
 
 from buffer.dotted import is_dotted, named
 from buffer.experiment import Section
-from learner.correction_config import CorrectionConfig, Level, changed
+from learner.correction_config import TAPERED_ABOVE, CorrectionConfig, Level, changed
 
 Estimator = Literal["k1", "k2", "k3"]
 
@@ -202,6 +202,15 @@ class AlgorithmConfig(Section):
     def aggregation(self) -> Literal["token", "sequence", "constant"]:
         return self.aggregate or ("sequence" if self.loss == "gspo" else "token")
 
+    def at_age(self, staleness: int) -> Self:
+        """The same with the taper decided, if it was left open, for experience up to so many versions old."""
+        of = self.correction
+        if of.taper is not None:
+            return self
+        fits = self.loss == "ppo" and not self.per_token and of.is_open
+        decided = of.model_copy(update={"taper": fits and staleness > TAPERED_ABOVE})
+        return self.model_copy(update={"correction": decided})
+
     @property
     def ignores_age(self) -> bool:
         """Whether nothing tells another policy's token from one of the policy's own: no ratio of the loss, no
@@ -236,8 +245,9 @@ class AlgorithmConfig(Section):
 
     @property
     def told(self) -> str:
-        """What it is called in one word or two."""
-        return "online dpo" if self.loss == "dpo" else self.advantage
+        """What it is called in a few words."""
+        name = "online dpo" if self.loss == "dpo" else self.advantage
+        return f"{name} with a taper" if self.correction.taper else name
 
     @property
     def needs_reference(self) -> bool:

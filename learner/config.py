@@ -311,6 +311,11 @@ class LearnerExperiment(Experiment):
     security: SecurityConfig = SecurityConfig()
     logging: LoggingConfig = LoggingConfig()
 
+    @property
+    def algorithm(self) -> AlgorithmConfig:
+        """`learner.algorithm`, with what it leaves to the age of the experience decided."""
+        return self.learner.algorithm.at_age(self.buffer.max_staleness)
+
     @model_validator(mode="after")
     def _parts_agree(self) -> Self:
         advantage, size = self.learner.algorithm.advantage, self.rollout.group_size

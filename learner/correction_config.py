@@ -28,11 +28,16 @@ TAPERED: dict[Level, tuple[float, float]] = {
 """The same with taper, of tokens with A ≤ 0."""
 
 VETO = 1e-4
+MASKS = ("mask", "mask_low", "mask_high")
+TAPERED_ABOVE = 2
+"""Versions of age past which the correction tapers unless the file says otherwise (docs/experiments.md)."""
 
 
 def changed(section: Section, *keys: str) -> list[str]:
-    """Which of the keys differ from their defaults; a resolved file names every key, the defaults too."""
-    return sorted(k for k in keys if getattr(section, k) != type(section).model_fields[k].default)
+    """Which of the keys differ from their defaults; a resolved file names every key, the defaults too. What
+    is switched off is as good as left open."""
+    values = ((k, getattr(section, k), type(section).model_fields[k].default) for k in keys)
+    return sorted(k for k, value, default in values if value is not False and value != default)
 
 
 class CorrectionConfig(Section):
@@ -47,9 +52,10 @@ class CorrectionConfig(Section):
     weight: Level | None = None
     """Whose ρ weighs a token's policy loss; null: the token's, and with loss gspo its completion's geometric
     mean."""
-    taper: bool = False
+    taper: bool | None = None
     """What is to become likelier (A > 0) has a weight of 1 and is not masked; other weights are at most 1
-    (arXiv 2503.14286)."""
+    (arXiv 2503.14286). null: where buffer.max_staleness is above 2, loss is ppo, a completion has one
+    advantage, and this section has no word about weights and masks."""
     cap: float | None = Field(default=None, ge=1)
     """Weights are truncated there (truncated importance sampling); null does not truncate."""
     normalize: bool = False
@@ -64,6 +70,11 @@ class CorrectionConfig(Section):
     veto: float | None = Field(default=None, ge=0)
     """A sequence with any token whose ρ is below this is not trained; 0 never vetoes. null: 1e-4, and with
     kind bypass 0."""
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the file says nothing of what would be tapered."""
+        return self.kind == "decoupled" and not changed(self, "weight", "cap", "normalize", *MASKS)
 
     @property
     def mask_level(self) -> Level:

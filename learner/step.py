@@ -49,7 +49,7 @@ class Updater:
         texts: Mixed into every optimizer step of the policy.
         """
         self._experiment = experiment
-        self._algorithm = experiment.learner.algorithm
+        self._algorithm = experiment.algorithm
         self._trainable = trainable
         self._reference = reference
         self._critic = critic

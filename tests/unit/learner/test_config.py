@@ -336,3 +336,26 @@ def test_online_dpo_reads_back_as_it_was_resolved(tmp_path):
     read = load(tmp_path / "c.yaml", [], LearnerExperiment)
     (tmp_path / "c.yaml").write_text(yaml.safe_dump(read.model_dump(mode="json")))
     assert load(tmp_path / "c.yaml", [], LearnerExperiment).learner.algorithm.needs_reference
+
+
+@pytest.mark.parametrize(
+    ("staleness", "algorithm", "tapers"),
+    [
+        (2, {}, False),
+        (3, {}, True),
+        (3, {"correction": {"proximal": "computed", "veto": 0.0}}, True),
+        (0, {"correction": {"taper": True}}, True),
+        (8, {"correction": {"taper": False}}, False),
+        (8, {"correction": {"cap": 2.0}}, False),
+        (8, {"correction": {"mask": "none"}}, False),
+        (8, {"correction": {"mask_low": 0.0}}, False),
+        (8, {"correction": {"kind": "bypass"}}, False),
+        (8, {"loss": "gspo"}, False),
+        (8, {"loss": "cispo"}, False),
+        (8, {"advantage": "reinforce_plus_plus", "kl": {"coefficient": 0.1, "placement": "reward"}}, False),
+    ],
+)
+def test_what_is_old_is_tapered_unless_the_file_has_a_word_about_it(tmp_path, staleness, algorithm, tapers):
+    sections = {"buffer": {"max_staleness": staleness}, "learner": {"algorithm": algorithm}}
+    (tmp_path / "c.yaml").write_text(yaml.safe_dump({**BASE, **sections}))
+    assert load(tmp_path / "c.yaml", [], LearnerExperiment).algorithm.correction.taper is tapers

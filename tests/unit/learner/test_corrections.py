@@ -49,7 +49,7 @@ def oracle(log_rho, advantages, sequences, of: CorrectionConfig, level) -> tuple
     for i, s in enumerate(sequences):
         low, high = of.band
         keep = low <= level_of(log_rho, sequences, i, of.mask_level) <= high
-        keep = keep or (of.taper and advantages[i] > 0)
+        keep = keep or (of.taper is True and advantages[i] > 0)
         mates = [x for x, other in zip(log_rho, sequences, strict=True) if other == s]
         keep = keep and not any(math.exp(x) < of.veto_below for x in mates)
         weight = 1.0 if level == "none" else level_of(log_rho, sequences, i, level)

@@ -79,14 +79,19 @@ class Step:
 @pytest.fixture
 def trained(one_process, folder, monkeypatch):
     def step(
-        budget: int = 64, updates: int = 1, lr: float = 1e-9, temperature: float = 1, **algorithm
+        budget: int = 64,
+        updates: int = 1,
+        lr: float = 1e-9,
+        temperature: float = 1,
+        staleness: int = 2,
+        **algorithm,
     ) -> Step:
         of = LearnerExperiment.model_validate(
             {
                 "name": "x",
                 "run_dir": "r",
                 "model": {"path": str(folder), "dtype": "float32", "max_length": 64},
-                "buffer": {"groups_per_batch": 4},
+                "buffer": {"groups_per_batch": 4, "max_staleness": staleness},
                 "rollout": {"group_size": 2, "sampling": {"temperature": temperature}},
                 "learner": {
                     "updates_per_batch": updates,
@@ -257,3 +262,15 @@ def test_a_long_completions_reward_is_what_it_is_less_its_penalty(trained, clip)
     penalties = [-0.5 * max(0, n - short - 1) / band for n in lengths]
     mu = float(first.behavior_logprobs[first.loss_mask > 0][0])
     assert advantages[mu] == pytest.approx((penalties[0] - penalties[1]) / 2, rel=1e-4)
+
+
+def test_a_step_tapers_where_tokens_may_be_old(trained):
+    masked = {
+        name: trained(**settings).report.row()["mask_fraction"]
+        for name, settings in {
+            "fresh": {"staleness": 2},
+            "old": {"staleness": 3},
+            "tapered": {"correction": {"taper": True}},
+        }.items()
+    }
+    assert masked["old"] == masked["tapered"] != masked["fresh"]
