@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -91,9 +92,11 @@ class Stager:
             stream = before.stream if kept is not None and before is not None else torch.empty(0)
         stage = Stage(version, manifest, stream, memory, kept)
         self._stage = stage
+        # gloo's buckets land in the staging memory itself, wherever the model is.
+        device = self._device if seat.backend == "nccl" else torch.device("cpu")
         thread = threading.Thread(
             target=_receive,
-            args=(stage, seat, self._device, self._on_bucket, self._prepare_if_wanted),
+            args=(stage, seat, device, self._on_bucket, self._prepare_if_wanted),
             daemon=True,
             name="slipstream-stage",
         )
@@ -176,8 +179,9 @@ def _receive(
             if stage.memory:
                 stage.stream = map_stream(stage.memory, stage.manifest.stream_bytes)
             stage.group = BroadcastGroup.connect(seat, device)
-        sums = _fill(stage, stage.group, device, on_bucket)
-        _compare(stage, stage.group, sums, device)
+        with _stream_of_its_own(device):
+            sums = _fill(stage, stage.group, device, on_bucket)
+            _compare(stage, stage.group, sums, device)
         prepare(stage)
     except SyncError as error:
         stage.cause, stage.reason, stage.state = error.cause, str(error), "failed"
@@ -206,6 +210,11 @@ def _fill(
             stage.buckets = index + 1
             on_bucket(index)
     return [future.result() for future in sums]
+
+
+def _stream_of_its_own(device: torch.device) -> AbstractContextManager[object]:
+    """On a GPU neither decoding nor what arrives is to wait for the other's turn."""
+    return torch.cuda.stream(torch.cuda.Stream(device)) if device.type == "cuda" else nullcontext()
 
 
 def _landing(manifest: Manifest, device: torch.device) -> Tensor | None:
