@@ -15,6 +15,12 @@ from learner.families import Family, Head
 from learner.slots import slots
 from sync.expected import INDEX, NO_WEIGHT, damage, read_shapes, weight_files
 
+MADE_BY = {
+    MODEL_DIR: "python -m launch.demo_model",
+    Path("runs/sft/model"): "slipstream sft configs/sft.yaml",
+    Path("runs/reward/model"): "slipstream reward configs/reward.yaml",
+}
+"""What writes the folders that the examples name."""
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
@@ -68,7 +74,8 @@ def served(key: str, path: str, max_length: int | None = None) -> list[str]:
 def _config(key: str, path: str) -> tuple[dict[str, Any], list[str]]:
     config = Path(path) / "config.json"
     if not config.is_file():
-        made = "; `python -m launch.demo_model` makes it" if Path(path) == MODEL_DIR else ""
+        command = MADE_BY.get(Path(path))
+        made = f"; `{command}` makes it" if command else ""
         return {}, [f"{key}={path}: no config.json in it, expected a Hugging Face folder{made}"]
     try:
         fields = json.loads(config.read_text())

@@ -104,6 +104,24 @@ def test_an_index_says_which_files_count(make_model):
     assert "expected a map of tensors to files" in line
 
 
+@pytest.mark.parametrize(
+    ("folder", "command"),
+    [
+        (".cache/models/SmolLM2-135M-Instruct", "python -m launch.demo_model"),
+        ("runs/sft/model", "slipstream sft configs/sft.yaml"),
+        ("runs/reward/model", "slipstream reward configs/reward.yaml"),
+    ],
+)
+def test_a_folder_of_the_examples_that_is_not_there_names_the_command_that_makes_it(
+    folder, command, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    (line,) = model_folder.served("rollout.rewards.helpful.model", folder)
+    assert line.endswith(
+        f"={folder}: no config.json in it, expected a Hugging Face folder; `{command}` makes it"
+    )
+
+
 def test_every_command_that_loads_a_model_looks_at_it_first(config_file, make_model):
     wrong = f"model.path={make_model('wrong', num_hidden_layers=3)}"
     for services in (["rollout"], ["learner"], ["buffer", "rollout", "scorer", "learner"]):
