@@ -121,7 +121,9 @@ class Screen:
         for line in alarms:
             self.say(line)
         if time.monotonic() - self._spoke >= LONGEST_SILENCE_S:
-            self.say(f"still {phase.partition(':')[0]} · {clock(time.monotonic() - self.started)}")
+            left = _evaluation_left(self.history)
+            doing = phase.partition(":")[0] + (f", {left}" if left else "")
+            self.say(f"still {doing} · {clock(time.monotonic() - self.started)}")
 
 
 class Alarms:
@@ -220,7 +222,10 @@ def render(
     table.add_row("services", _services(states))
     parts: list[RenderableType] = [table]
     if alarms:
-        parts += [Text()] + [Text(line, style="yellow", no_wrap=True, overflow="ellipsis") for line in alarms]
+        *older, newest = (Text(line, style="yellow") for line in alarms)
+        for line in older:
+            line.no_wrap, line.overflow = True, "ellipsis"
+        parts += [Text(), *older, newest]  # what to do stands at a line's end: one of them is told in full
     title = Text.assemble(("slipstream", "bold cyan"), f" {e.name} · ", (phase, "italic"))
     return Panel(
         Group(*parts), title=title, title_align="left", subtitle=f"{e.run_dir} · {clock(elapsed)}",
@@ -245,6 +250,7 @@ def _rows(e: WholeExperiment, history: History) -> list[tuple[str, Text]]:
         ("reward", _reward(history)),
         ("parts", _reward_parts(last[-1:])),
         ("eval", _evaluations(e, history)),
+        ("evaluating", Text(_evaluation_left(history))),
     ]
     mean, highest = mean_of(recent, "staleness/mean"), mean_of(recent[-1:], "staleness/max")
     if mean is not None and highest is not None:
@@ -283,6 +289,13 @@ def _evaluations(e: WholeExperiment, history: History) -> Text:
     shown = scores if len(scores) <= 6 else [scores[0], "…", *scores[-4:]]
     target = f"   target {e.eval.target:g}" if e.eval and e.eval.target is not None else ""
     return Text.assemble((" → ".join(shown), "bold"), (target, "dim"))
+
+
+def _evaluation_left(history: History) -> str:
+    """How much of an evaluation is to come; nothing where none is under way."""
+    buffer = (history.since_opened(history.buffer[-1:]) or [{}])[-1]
+    left = int(buffer.get("eval_left") or 0)
+    return f"{left} prompt{'s' * (left > 1)} left" if left else ""
 
 
 def _rates(servers: float | None, learner: float | None) -> Text:

@@ -34,6 +34,31 @@ def test_the_screen_shows_what_is_asked_of_it(make_run, config_file):
         assert part in text, part
 
 
+def test_the_newest_alarm_is_told_in_full(make_run, config_file):
+    alarms = [f"{name} │ {'what happened, ' * 9}do {name}" for name in ("this", "that")]
+    text = drawn(make_run(steps=20), config_file, alarms)
+    assert "do that" in text
+    assert "do this" not in text
+
+
+def evaluating(make_run, left: int) -> History:
+    history = History(make_run(steps=0), opened=0.0)
+    history.refresh()
+    history.buffer.append({"time": 1e12, "published": 0, "eval_left": left})
+    history.servers["server-0"] = [{"time": 1e12}]
+    return history
+
+
+@pytest.mark.parametrize(("left", "told"), [(1, "1 prompt left"), (16, "16 prompts left"), (0, None)])
+def test_an_evaluation_under_way_says_how_much_is_to_come(left, told, make_run, config_file):
+    console = Console(width=110, file=io.StringIO())
+    history = evaluating(make_run, left)
+    console.print(render(read(config_file, []), history, "", Running().states(), 1.0, (), 107))
+    shown = console.file.getvalue()  # pyright: ignore[reportAttributeAccessIssue]
+    assert ("evaluating" in shown) == (told is not None)
+    assert told is None or told in shown
+
+
 def test_an_empty_run_says_what_it_waits_for(tmp_path, config_file):
     text = drawn(tmp_path / "empty", config_file)
     assert "starting: the engines and the learner load the model" in text
@@ -94,6 +119,14 @@ def test_a_long_silence_is_filled(make_run, config_file, monkeypatch):
     first, *_, last = output.getvalue().splitlines()
     assert first == "starting: the engines and the learner load the model"
     assert last == "still starting · 0 s"
+
+
+def test_a_long_evaluation_is_told_with_what_is_left_of_it(make_run, config_file, monkeypatch):
+    monkeypatch.setattr("launch.screen.LONGEST_SILENCE_S", 0.0)
+    output, history = io.StringIO(), evaluating(make_run, 16)
+    with Screen(read(config_file, []), history, Running(), Console(file=output, width=80)) as screen:
+        screen.update()
+    assert output.getvalue().splitlines()[-1] == "still evaluating version 0, 16 prompts left · 0 s"
 
 
 def test_alarms_are_the_services_own_new_warnings(tmp_path):
