@@ -36,6 +36,9 @@ STOP_S = {
 beside it, has the value model write its part of the last checkpoint, and tells the buffer of it; servers then
 give the buffer their leases back."""
 
+KEEPERS = ("learner", "value")
+"""Services without which there is no checkpoint."""
+
 
 class RunError(ValueError):
     """Why the run cannot start, in one line."""
@@ -75,7 +78,7 @@ def run(experiment: WholeExperiment, command: str, console: Console, plan: Plan 
             failure = watch(experiment, history, supervisor, screen)
             if failure or supervisor.interrupts:
                 screen.stopping = True
-                screen.say("stopping: the learner writes a checkpoint; Ctrl-C again ends everything at once")
+                screen.say(stopping_line(history, failure))
                 for name in supervisor.stop(screen.update):
                     screen.say(f"{name} did not end in time and was killed")
         return conclude(experiment, failure, supervisor.interrupts > 0, command, console)
@@ -103,6 +106,13 @@ def watch(e: WholeExperiment, history: History, supervisor: Supervisor, screen: 
         time.sleep(POLL_S)
     screen.update()
     return supervisor.check()
+
+
+def stopping_line(history: History, failure: Failure | None) -> str:
+    """What is waited for: a checkpoint needs a step, the learner and its value model."""
+    keeps = max(history.steps, default=0) > 0 and (failure is None or failure.service not in KEEPERS)
+    what = "stopping: the learner writes a checkpoint" if keeps else "stopping"
+    return f"{what}; Ctrl-C again ends everything at once"
 
 
 def _ended_early(e: WholeExperiment, history: History, supervisor: Supervisor, role: str) -> Failure | None:
@@ -282,12 +292,17 @@ def announce(e: WholeExperiment, history: History, console: Console) -> None:
     console.print(f"[bold]slipstream[/] {e.name} → {e.run_dir}", highlight=False)
     for key, text in lines.items():
         console.print(f"  [dim]{key:<9}[/] {text}", highlight=False, soft_wrap=True)
-    if history.steps:
-        kept = checkpoints(Path(e.run_dir))
+    tell_resuming(history, Path(e.run_dir), console)
+
+
+def tell_resuming(history: History, run_dir: Path, console: Console) -> None:
+    """Where a run goes on that was started before."""
+    made = max(history.steps, default=0)
+    if made:
+        kept = checkpoints(run_dir)
         where = kept[-1].name if kept else "the first step"
-        console.print(
-            f"  [dim]{'resuming':<9}[/] from {where}; {max(history.steps)} steps were made", highlight=False
-        )
+        steps = f"{made} step{'s were' if made > 1 else ' was'} made"
+        console.print(f"  [dim]{'resuming':<9}[/] from {where}; {steps}", highlight=False)
 
 
 def conclude(

@@ -16,7 +16,15 @@ from buffer.processor import COMPUTING_ENVIRONMENT
 from launch import model_folder
 from launch.experiment import check_kind, missing_rows, missing_start
 from launch.history import History, Record
-from launch.local import check_folder, conclude, deadlines, locked, write_config
+from launch.local import (
+    check_folder,
+    conclude,
+    deadlines,
+    locked,
+    stopping_line,
+    tell_resuming,
+    write_config,
+)
 from launch.resuming import check_checkpoint
 from launch.services import torchrun
 from launch.supervisor import POLL_S, Failure, Service, Supervisor
@@ -87,12 +95,14 @@ def run_stage(experiment: OfflineExperiment, command: str, console: Console) -> 
         )
         title = f"[bold]slipstream {experiment.stage.kind}[/] {experiment.name} → {run_dir}"
         console.print(title, highlight=False, soft_wrap=True)
+        tell_resuming(history, run_dir, console)
         with (
             Supervisor([learner], run_dir / "logs", deadlines([learner])) as supervisor,
             ProgressLine(history, console) as line,
         ):
             failure = watch(supervisor, line)
             if failure or supervisor.interrupts:
+                line.say(stopping_line(history, failure))
                 supervisor.stop(line.update)
         return conclude(experiment, failure, supervisor.interrupts > 0, command, console)
 
@@ -126,12 +136,9 @@ class ProgressLine:
         self._due = 0.0
         self._progress: Progress | None = None
         if console.is_terminal:
-            told = TextColumn("{task.fields[told]}")
-            self._progress = Progress(
-                TextColumn("step {task.completed} of {task.total}"), BarColumn(), TimeRemainingColumn(), told,
-                console=console,
-            )  # fmt: skip
-            self._task = self._progress.add_task("", total=None, told="starting")
+            step, told = TextColumn("{task.description}"), TextColumn("{task.fields[told]}")
+            self._progress = Progress(step, BarColumn(), TimeRemainingColumn(), told, console=console)
+            self._task = self._progress.add_task("starting", total=None, told="")
 
     def __enter__(self) -> "ProgressLine":
         if self._progress:
@@ -142,6 +149,9 @@ class ProgressLine:
         if self._progress:
             self._progress.stop()
 
+    def say(self, text: str) -> None:
+        self._console.print(text, highlight=False, markup=False, soft_wrap=True)
+
     def update(self) -> None:
         """Show what is new, twice a second at most."""
         if time.monotonic() >= self._due:
@@ -150,12 +160,14 @@ class ProgressLine:
 
     def refresh(self) -> None:
         for record in self._history.refresh():
+            made, total = record["step"], record["steps"]
+            step = f"step {made} of {total}"
             if self._progress:
-                made, total = record["step"], record["steps"]
-                self._progress.update(self._task, completed=made, total=total, told=told_of(record))
+                self._progress.update(
+                    self._task, description=step, completed=made, total=total, told=told_of(record)
+                )
             else:
-                line = f"step {record['step']} of {record['steps']}: {told_of(record)}"
-                self._console.print(line, highlight=False, markup=False, soft_wrap=True)
+                self.say(f"{step}: {told_of(record)}")
 
 
 def told_of(record: Record) -> str:

@@ -19,7 +19,8 @@ from rich.console import Console
 from buffer.experiment import ConfigError
 from launch import local, services
 from launch.experiment import read
-from launch.supervisor import Service
+from launch.history import History
+from launch.supervisor import Failure, Service
 
 OVERRIDES = ["buffer.address=tcp://127.0.0.1:0", "sync.address=tcp://127.0.0.1:0"]
 
@@ -146,12 +147,25 @@ def test_an_interrupt_stops_cleanly_and_says_how_to_resume(start, tmp_path):
     code, output = start(STAYS, STAYS)
     thread.join()
     assert code == 130
-    assert "the learner writes a checkpoint" in output
+    assert "stopping; Ctrl-C again ends everything at once" in output, "there is no step yet to keep"
     assert "There is no checkpoint yet. To start again: slipstream run it.yaml" in output
     (tmp_path / "run" / "checkpoints" / "step-000001").mkdir(parents=True)
     (tmp_path / "run" / "checkpoints" / "step-000001" / "meta.json").write_text("{}")
     _, output = start(FAILS, STAYS)
     assert "To go on from the last checkpoint once that is mended: slipstream run it.yaml" in output
+
+
+@pytest.mark.parametrize(
+    ("steps", "lost", "kept"),
+    [(1, None, True), (0, None, False), (1, "server-0", True), (1, "learner", False), (1, "value", False)],
+)
+def test_a_checkpoint_is_announced_where_one_will_be_written(steps, lost, kept, make_run):
+    history = History(make_run(steps=steps))
+    history.refresh()
+    failure = lost and Failure(lost, "was ended by SIGKILL", [], Path("its.log"))
+    told = local.stopping_line(history, failure or None)
+    assert ("the learner writes a checkpoint" in told) == kept
+    assert told.endswith("; Ctrl-C again ends everything at once")
 
 
 def test_a_resumed_run_tells_what_changed(start, config_file):

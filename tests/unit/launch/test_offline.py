@@ -1,5 +1,6 @@
 """What a person is told of an offline stage: while it runs, and when it is over."""
 
+import io
 import json
 
 import pytest
@@ -7,6 +8,7 @@ import yaml
 from rich.console import Console
 
 from launch.history import History
+from launch.local import tell_resuming
 from launch.offline import ProgressLine, is_finished, read_stage
 from launch.report import write_report
 from learner.offline.config import OfflineLearnerConfig
@@ -66,6 +68,40 @@ def test_without_a_terminal_every_step_is_a_line(run_dir, capsys):
         lines[3]
         == "step 3 of 3: loss 0.4000  accuracy 0.5000  eval/loss 0.3900  eval/accuracy 0.8000  50 tokens/s"
     )
+
+
+def test_on_a_terminal_the_step_is_told_once_there_is_one(run_dir):
+    shown = io.StringIO()
+    console = Console(width=120, file=shown, force_terminal=True, color_system=None)
+    rows = (run_dir / "metrics.jsonl").read_text()
+    (run_dir / "metrics.jsonl").write_text("")
+    with ProgressLine(History(run_dir), console) as line:
+        line.refresh()
+        assert shown.getvalue().splitlines()[-1].split()[0].endswith("starting")
+        (run_dir / "metrics.jsonl").write_text(rows)
+        line.refresh()
+    assert "step 3 of 3" in shown.getvalue().splitlines()[-2]
+    assert "None" not in shown.getvalue()
+
+
+def resumed(run_dir, kept: int | None) -> str:
+    if kept is not None:
+        checkpoint = run_dir / f"checkpoints/step-{kept:06d}"
+        checkpoint.mkdir(parents=True)
+        (checkpoint / "meta.json").write_text("{}")
+    shown = io.StringIO()
+    tell_resuming(history(run_dir), run_dir, Console(width=120, file=shown))
+    return shown.getvalue().strip()
+
+
+def test_a_start_that_goes_on_says_from_where(run_dir):
+    assert resumed(run_dir, None) == "resuming  from the first step; 3 steps were made"
+    assert resumed(run_dir, 2) == "resuming  from step-000002; 3 steps were made"
+    lines = (run_dir / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (run_dir / "metrics.jsonl").write_text("".join(lines[:2]))
+    assert resumed(run_dir, None) == "resuming  from step-000002; 1 step was made"
+    (run_dir / "metrics.jsonl").write_text(lines[0])
+    assert resumed(run_dir, None) == "", "only evaluated"
 
 
 @pytest.mark.parametrize(
