@@ -1,9 +1,9 @@
-"""How many examples each target gets and has had; the whole is FUZZ_EXAMPLES over all of them."""
+"""How many examples each target gets and has had: its share of FUZZ_EXAMPLES behind faults of its own."""
 
 import os
 import tracemalloc
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,8 +15,16 @@ SHARES: dict[str, float] = {}
 COUNTS: Counter[str] = Counter()
 
 
-def fuzzed(share: float, *strategies: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """A test of so many thousandths of all examples, the same ones in every run of the same number."""
+def fuzzed(
+    share: float, *strategies: Any, faults: Iterable[tuple[Any, ...]] = ()
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """A test of so many thousandths of all examples, the same ones in every run of the same number.
+
+    Args:
+        faults: Examples that are tried in every run, however short: what chance alone seldom comes upon.
+    """
+
+    faults = tuple(faults)
 
     def decorate(function: Callable[..., None]) -> Callable[..., None]:
         name = function.__name__.removeprefix("test_")
@@ -33,9 +41,19 @@ def fuzzed(share: float, *strategies: Any) -> Callable[[Callable[..., None]], Ca
             deadline=None,
             suppress_health_check=list(HealthCheck),
         )(given(*strategies)(_of_arity(counted, len(strategies))))
-        run.__name__, run.__doc__ = function.__name__, function.__doc__
-        run.__module__ = function.__module__
-        return run
+
+        def all_of_them() -> None:
+            for values in faults:
+                try:
+                    counted(*values)
+                except BaseException as error:
+                    error.add_note(f"at {values!r:.2000}")
+                    raise
+            run()
+
+        all_of_them.__name__, all_of_them.__doc__ = function.__name__, function.__doc__
+        all_of_them.__module__ = function.__module__
+        return all_of_them
 
     return decorate
 

@@ -3,9 +3,11 @@
 import copy
 import json
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import msgpack
+import numpy as np
 from hypothesis import strategies as st
 
 ODD_NUMBERS = [
@@ -70,6 +72,78 @@ def _mutate(draw: Any, node: Any, values: Any) -> Any:
     else:
         node[place] = draw(values)
     return node
+
+
+OF_EACH_KIND: list[Any] = [
+    *(
+        None,
+        True,
+        False,
+        -1,
+        0,
+        1,
+        2**31,
+        2**63,
+        0.5,
+        -0.5,
+        1e308,
+        math.nan,
+        math.inf,
+        -math.inf,
+        "",
+        "x",
+        b"x",
+    ),
+    *("x" * 600, [], ["x"], [0], [None], {}, {"x": 0}, {b"x": 0}),
+]
+"""Each is a fault to some checks, and good to others."""
+
+
+def faults(tree: Any) -> Iterator[Any]:
+    """A tree with one fault, and all else good, for every place in it: another value of each kind, one just
+    beside it, nothing, or one too many."""
+    yield from OF_EACH_KIND
+    if isinstance(tree, int) and not isinstance(tree, bool):
+        yield from (tree - 1, tree + 1, float(tree))
+    elif isinstance(tree, dict):
+        for key, value in tree.items():
+            yield {k: v for k, v in tree.items() if k != key}
+            yield from (tree | {key: fault} for fault in faults(value))
+    elif isinstance(tree, list):
+        for place, value in enumerate(tree):
+            before, after = tree[:place], tree[place + 1 :]
+            yield before + after
+            yield [*before, value, value, *after]
+            yield from ([*before, fault, *after] for fault in faults(value))
+        yield from _moved(tree)
+
+
+def _moved(numbers: list[Any]) -> Iterator[list[Any]]:
+    """Whole ones of the same sum, of which the last is none, or less."""
+    if len(numbers) > 1 and all(isinstance(number, int) for number in numbers):
+        *rest, last = numbers
+        for left in (0, -1):
+            yield [rest[0] + last - left, *rest[1:], left]
+
+
+CELLS = [
+    *(np.int32(value) for value in (0, 1, 8, -1, 1000, -(2**31))),
+    *(np.float32(value) for value in (0.5, -0.5, math.nan, math.inf, -math.inf)),
+]
+
+
+def cell_faults(frame: bytes) -> Iterator[bytes]:
+    """An array of int32 or float32 with one fault: another value, two that changed by the opposite amounts,
+    bytes too few or too many."""
+    for place in range(0, len(frame), 4):
+        yield from (frame[:place] + cell.tobytes() + frame[place + 4 :] for cell in CELLS)
+    cells = np.frombuffer(frame, "<i4").astype(np.int64)
+    for place in range(len(cells) - 1):
+        for left in (0, -1):
+            moved = cells.copy()
+            moved[place : place + 2] = cells[place] + cells[place + 1] - left, left
+            yield moved.astype("<i4").tobytes()
+    yield from (b"", frame[:-1], frame[:-4], frame + b"\0", frame + bytes(4))
 
 
 @st.composite

@@ -1,4 +1,7 @@
-"""Good messages, near to which those that are thrown at readers are made."""
+"""Good messages, near to which those that are thrown at readers are made, and what must hold of a value."""
+
+import math
+from typing import Any
 
 import msgpack
 import numpy as np
@@ -63,3 +66,24 @@ CONTROL = [
     sync_wire.Beat(),
 ]
 CONTROL_TREES = [msgpack.unpackb(sync_wire.encode(one)) for one in CONTROL]
+
+KIB = 4096
+"""Far above what any of these small messages may take."""
+
+
+def a_text(value: Any, longest: int = 512) -> bool:
+    assert isinstance(value, str)
+    assert 1 <= len(value) <= longest
+    return True
+
+
+def a_count(value: Any, highest: int = 2**31 - 1) -> int:
+    assert type(value) is int
+    assert 0 <= value <= highest
+    return value
+
+
+def a_number(value: Any) -> float:
+    assert type(value) is float
+    assert math.isfinite(value)
+    return value

@@ -7,28 +7,43 @@ import numpy as np
 import pytest
 from counting import fuzzed, within
 from hypothesis import strategies as st
-from mutations import damaged, messages, mutated, packed, trees
-from seeds import ARRAYS, CONTROL_TREES, MANIFEST, META, META_TREE, REQUESTS
+from mutations import cell_faults, damaged, faults, messages, mutated, packed, trees
+from seeds import (
+    ARRAYS,
+    CONTROL_TREES,
+    FIELDS,
+    KIB,
+    MANIFEST,
+    META,
+    META_TREE,
+    REQUESTS,
+    a_count,
+    a_number,
+    a_text,
+)
 
 from buffer import groups, wire
-from buffer.client import _batch
 from buffer.errors import BadMessage, Refusal
-from buffer.records import Lease, Prompt
 from learner.apart import wire as apart_wire
 from learner.apart.work import Limits, Work
-from learner.feed import decode_batch, encode_batch
 from rollout.scorer import wire as scorer_wire
 from sync import wire as sync_wire
-from sync.manifest import Manifest
+from sync.manifest import ITEM_BYTES, Manifest
 
-KIB = 4096
-"""Far above what any of these small messages may take."""
+KEYS = ("learner", "rollout", "scorer", "reference", "value", "nobody")
+LOWEST = {"dp_size": 1}
+HIGHEST = {"max_groups": 1 << 16, "dp_size": 1 << 16, "dp_rank": (1 << 16) - 1}
 
 
 @fuzzed(
     150,
     messages(*REQUESTS),
-    st.sampled_from([None, "learner", "rollout", "scorer", "reference", "value", "nobody"]),
+    st.sampled_from([None, *KEYS]),
+    faults=[
+        *((packed(tree), None) for header in REQUESTS for tree in faults(header)),
+        *((packed(header), key) for header in REQUESTS for key in KEYS),
+        (packed(REQUESTS[3] | {"lease_ids": ["a"] * ((1 << 16) + 1)}), None),
+    ],
 )
 def test_buffer_requests(raw, key):
     with within(KIB):
@@ -40,35 +55,24 @@ def test_buffer_requests(raw, key):
     assert request.run_id == "run"
     assert request.verb in wire.VERBS[request.role]
     assert key is None or request.role in wire.ROLES_OF_KEY[key]
-    for value in request.fields.values():
-        assert isinstance(value, list | str) or 0 <= value < 2**31, "nothing negative, NaN or infinite"
-
-
-LEASES = wire.encode_leases([Lease("lease", Prompt("0/1", {"prompt": "p"}), "train", 2)] * 2)
-REPLIES = [
-    {"schema": wire.SCHEMA, "id": "id", **fields}
-    for fields in (
-        LEASES,
-        {"lost": ["a"]},
-        {"stored": True},
-        {"status": {"over": False}},
-        {"refused": "bad_message", "text": "why"},
-        {"ready": True, "index": 1, "groups": 1, "shares": {"tokens": 3}},
-    )
-]
-
-
-@fuzzed(60, messages(*REPLIES))
-def test_buffer_replies(raw):
-    """A buffer that talks nonsense ends its client in order, with a reason."""
-    with within(KIB):
-        try:
-            _, reply = wire.ENVELOPE.open_reply(raw)
-            wire.ENVELOPE.raise_if_refused(reply)
-            for lease in wire.decode_leases(reply):
-                assert lease.version >= 0
-        except Refusal:
-            pass
+    a_text(request.request_id, 64)
+    a_text(request.name)
+    assert request.fields.keys() == FIELDS[request.verb][1].keys()
+    for name, value in request.fields.items():
+        if name == "lease_ids":
+            assert isinstance(value, list)
+            assert len(value) <= 1 << 16
+            for one in value:
+                a_text(one)
+        elif name in ("lease_id", "reason"):
+            a_text(value)
+        elif name == "wait_s":
+            assert 0 <= a_number(value) <= wire.LONGEST_WAIT_S
+        elif name == "requeue":
+            assert isinstance(value, bool)
+        else:
+            assert LOWEST.get(name, 0) <= a_count(value) <= HIGHEST.get(name, 2**31 - 1)
+    assert request.fields.get("dp_rank", 0) < request.fields.get("dp_size", 1)
 
 
 numbers = st.sampled_from([0, 1, 2, 5, -1, 2**31 - 1, -(2**31)])
@@ -90,36 +94,73 @@ def arrays(draw):
 metas = st.one_of(st.just(META), messages(META_TREE))
 
 
-@fuzzed(150, metas, st.one_of(st.just(bytes(ARRAYS)), arrays(), damaged(bytes(ARRAYS))))
+def group_faults():
+    """A fault in one of the two frames; and one in the first, with the second as long as that then says."""
+    frame = bytes(ARRAYS)
+    for tree in faults(META_TREE):
+        yield packed(tree), frame
+        if (fitting := as_long_as_it_says(tree, frame)) != frame:
+            yield packed(tree), fitting
+    for fault in cell_faults(frame):
+        yield META, fault
+    tokens, runs = sum(META_TREE["lengths"]), META_TREE["runs"]
+    unsampled = 4 * tokens
+    yield META, frame[:unsampled] + bytes(unsampled) + frame[2 * unsampled : -4 * runs] + bytes(4 * runs)
+
+
+def as_long_as_it_says(tree, frame):
+    try:
+        size = 8 * (sum(tree["lengths"]) + tree["runs"])
+    except (TypeError, KeyError):
+        return frame
+    return frame[:size].ljust(size, b"\0") if isinstance(size, int) and 0 <= size < 1000 else frame
+
+
+@fuzzed(
+    150,
+    metas,
+    st.one_of(st.just(bytes(ARRAYS)), arrays(), damaged(bytes(ARRAYS))),
+    faults=group_faults(),
+)
 def test_groups(meta, frame):
     with within(KIB):
         try:
             found = groups.decode_delivery(meta, frame)
         except BadMessage:
             return
-    assert found.oldest_version >= 0
-    assert found.trained_tokens > 0
-    total = 0
-    for t in found.group.trajectories:
-        total += int(t.loss_mask.sum())
-        assert t.token_ids.min() >= 0
-        assert np.isfinite(t.behavior_logprobs).all()
-        assert np.isfinite(t.reward)
-        assert t.versions.min() >= 0
-        assert not t.versions[t.loss_mask == 0].any()
-    assert total == found.trained_tokens
-    again = groups.decode_delivery(*groups.encode_group(found.group))
-    assert again.oldest_version == found.oldest_version
+    group = found.group
+    for name in (group.group_id, group.lease_id, group.prompt_id):
+        a_text(name)
+    assert group.kind in ("train", "eval")
+    for t in group.trajectories:
+        a_trajectory(t)
+    trained = np.concatenate([t.versions[t.loss_mask > 0] for t in group.trajectories])
+    assert (found.oldest_version, found.newest_version) == (trained.min(), trained.max())
+    assert found.trained_tokens == len(trained) > 0
+    again = groups.decode_delivery(*groups.encode_group(group))
+    assert (again.oldest_version, again.newest_version) == (found.oldest_version, found.newest_version)
+    for one, other in zip(again.group.trajectories, group.trajectories, strict=True):
+        for name in ("token_ids", "loss_mask", "behavior_logprobs", "versions"):
+            np.testing.assert_array_equal(getattr(one, name), getattr(other, name))
 
 
-@fuzzed(30, messages(REPLIES[-1]), st.lists(st.one_of(metas, st.just(bytes(ARRAYS))), max_size=4))
-def test_batches_from_a_buffer_that_talks_nonsense(raw, frames):
-    with within(KIB):
-        try:
-            _, reply = wire.ENVELOPE.open_reply(raw)
-            _batch(reply, [memoryview(frame) for frame in frames])
-        except Refusal:
-            pass
+def a_trajectory(t):
+    assert len(t.token_ids) == len(t.loss_mask) == len(t.behavior_logprobs) == len(t.versions) > 0
+    assert t.token_ids.min() >= 0
+    assert np.isfinite(t.behavior_logprobs).all()
+    assert t.behavior_logprobs.max() <= groups.LOGPROB_SLACK
+    assert t.versions.min() >= 0
+    assert set(t.loss_mask.tolist()) <= {0, 1}
+    assert not t.versions[t.loss_mask == 0].any()
+    assert not t.behavior_logprobs[t.loss_mask == 0].any()
+    a_count(t.index)
+    assert a_count(t.turns) >= 1
+    a_number(t.reward)
+    for part, value in t.reward_parts.items():
+        assert isinstance(part, str)
+        a_number(value)
+    a_text(t.finish_reason)
+    assert all(isinstance(key, str) for key in t.metadata)
 
 
 @fuzzed(150, messages(*CONTROL_TREES))
@@ -132,16 +173,43 @@ def test_control_messages(raw):
     assert sync_wire.decode(sync_wire.encode(message)) == message
 
 
-@fuzzed(60, st.one_of(mutated(MANIFEST.to_wire()), trees()))
+ROWS = MANIFEST.to_wire()
+ONE_ROW = [["a", "bfloat16", [3, 4], 0]]
+
+
+@fuzzed(
+    60,
+    st.one_of(mutated(ROWS), trees()),
+    faults=[
+        *((tree,) for tree in faults(ROWS)),
+        ({"bucket_bytes": 4096, "tensors": ONE_ROW * 2},),
+        ({"bucket_bytes": 4096, "tensors": ONE_ROW * 1_000_001},),
+        ({"bucket_bytes": 4096, "tensors": [["a" * 1025, "int8", [], 0]]},),
+        ({"bucket_bytes": 4096, "tensors": [["a", "int8", [1] * 17, 0]]},),
+        ({"bucket_bytes": 4096, "tensors": [["a", "int8", [1 << 23, (1 << 22) + 1], 0]]},),
+    ],
+)
 def test_manifests(value):
     with within(KIB):
         try:
             manifest = Manifest.from_wire(value)
         except ValueError:
             return
-    assert 0 <= manifest.stream_bytes <= len(manifest.tensors) << 46
-    ends = [o + s.size_bytes for o, s in zip(manifest.offsets, manifest.tensors, strict=True)]
-    assert all(end <= start for end, start in zip(ends, manifest.offsets[1:], strict=False)), "none overlap"
+    assert a_count(manifest.bucket_bytes, 1 << 64) > 0
+    assert manifest.bucket_bytes % 4096 == 0
+    assert len({spec.name for spec in manifest.tensors}) == len(manifest.tensors) <= 1_000_000
+    end = 0
+    for spec, offset in zip(manifest.tensors, manifest.offsets, strict=True):
+        a_text(spec.name, 1024)
+        assert len(spec.shape) <= 16
+        elements = 1
+        for size in spec.shape:
+            elements *= a_count(size, 1 << 64)
+        assert a_count(offset, 1 << 64) == end, "each lies behind the one before"
+        assert elements * ITEM_BYTES[spec.dtype] <= 1 << 45
+        end = -(-(end + elements * ITEM_BYTES[spec.dtype]) // 256) * 256
+    assert end <= manifest.stream_bytes < end + 4096
+    assert manifest.to_wire() == {key: value[key] for key in ("bucket_bytes", "tensors")}
 
 
 SCORER = [
@@ -154,7 +222,19 @@ SCORER = [
 ]
 
 
-@fuzzed(100, messages(*SCORER), st.lists(st.one_of(st.binary(max_size=9), st.just(b"\1\0\0\0")), max_size=2))
+IDS = [np.array([1, 2], "<i4").tobytes()]
+
+
+@fuzzed(
+    100,
+    messages(*SCORER),
+    st.lists(st.one_of(st.binary(max_size=9), st.just(b"\1\0\0\0")), max_size=2),
+    faults=[
+        *((packed(tree), frames) for header in SCORER for tree in faults(header) for frames in ([], IDS)),
+        *((packed(SCORER[1]), [frame]) for frame in cell_faults(IDS[0])),
+        *((packed(header), IDS * 2) for header in SCORER),
+    ],
+)
 def test_scorer_requests(raw, frames):
     with within(KIB):
         assert len(scorer_wire.ENVELOPE.request_id(raw)) <= 64
@@ -163,27 +243,21 @@ def test_scorer_requests(raw, frames):
         except Refusal:
             return
     assert (request.run_id, request.reward) == ("run", "helpful")
-    if isinstance(request.work, scorer_wire.Ids):
-        assert request.work.token_ids.min() >= 0
-
-
-SCORES = [
-    {"schema": scorer_wire.SCHEMA, "id": "id", "score": 1.5},
-    {"schema": scorer_wire.SCHEMA, "id": "id", "model": "m", "tokenizer": "t", "max_length": 8},
-    {"schema": scorer_wire.SCHEMA, "id": "id", "refused": "scoring_failed", "text": "why"},
-]
-
-
-@fuzzed(30, messages(*SCORES))
-def test_scorer_replies(raw):
-    for read in (scorer_wire.decode_score, scorer_wire.decode_welcome):
-        with within(KIB):
-            try:
-                _, reply = scorer_wire.ENVELOPE.open_reply(raw)
-                scorer_wire.ENVELOPE.raise_if_refused(reply)
-                read(reply)
-            except Refusal:
-                pass
+    a_text(request.request_id, 64)
+    a_text(request.name)
+    match request.work:
+        case scorer_wire.Ids(tokenizer, token_ids):
+            a_text(tokenizer, 64)
+            assert token_ids.min() >= 0
+            assert [token_ids.astype("<i4").tobytes()] == frames
+        case scorer_wire.Words(prompt, completion, ended):
+            assert isinstance(prompt, str | list)
+            assert isinstance(completion, str)
+            assert isinstance(ended, bool)
+            assert not frames
+        case _:
+            assert request.work is None
+            assert not frames
 
 
 LIMITS = Limits(16, 9)
@@ -217,7 +291,28 @@ apart_frames = st.one_of(
 )
 
 
-@fuzzed(100, messages(*APART_TREES), apart_frames, st.sampled_from(SERVED))
+def apart_faults():
+    """A fault in the request's header, in a micro-batch's, in one of its arrays, or in their number."""
+    for (header, *frames), (kind, _) in zip(APART, TASKS, strict=True):
+        served = SERVED[kind]
+        for tree in faults(msgpack.unpackb(bytes(header))):
+            yield packed(tree), frames, served
+        for place, frame in enumerate(frames):
+            is_header = place % (len(frames) // 2 if kind else len(frames)) == 0
+            wrong = map(packed, faults(msgpack.unpackb(frame))) if is_header else cell_faults(frame)
+            for fault in wrong:
+                yield header, [*frames[:place], fault, *frames[place + 1 :]], served
+            yield header, frames[:place] + frames[place + 1 :], served
+        yield header, [*frames, b""], served
+        yield header, frames, SERVED[1 - kind]
+    # What only another verb has.
+    (header, *frames), hello = APART[1], APART_TREES[0]
+    yield packed(hello | {"works": 1}), frames, SERVED[0]
+    targets = [np.zeros(8, "<i4").tobytes()] * 2
+    yield header, [*frames[:2], *targets], SERVED[0]
+
+
+@fuzzed(100, messages(*APART_TREES), apart_frames, st.sampled_from(SERVED), faults=apart_faults())
 def test_requests_to_models_on_ranks_of_their_own(raw, frames, served):
     with within(KIB):
         assert len(served.kind.envelope.request_id(raw)) <= 64
@@ -226,35 +321,31 @@ def test_requests_to_models_on_ranks_of_their_own(raw, frames, served):
         except Refusal:
             return
     assert (request.run_id, request.weights) == ("run", "weights")
-    verb = served.kind.verbs[request.task.verb]
-    assert all(request.task.numbers[name] >= 0 for name in verb.numbers)
-    for work in request.task.works:
-        assert len(work.token_ids) == sum(map(sum, work.segments)) <= 16
-        assert 0 <= work.target_positions.min() <= work.target_positions.max() < len(work.token_ids)
-        assert len(work.target_positions) == len(work.target_ids)
-        for ids in (work.token_ids, work.target_ids):
-            assert 0 <= ids.min() <= ids.max() < 9
-        assert work.temperature > 0
-        assert [len(values) for values in work.known] == [len(work.target_ids)] * verb.known
+    a_text(request.request_id, 64)
+    a_text(request.name)
+    task, verb = request.task, served.kind.verbs[request.task.verb]
+    assert task.session == "" or a_text(task.session, 64)
+    assert task.numbers.keys() == set(verb.numbers)
+    for number in task.numbers.values():
+        a_count(number)
+    assert task.numbers.get("copy", 0) < task.numbers.get("copies", 1)
+    assert verb.works or not task.works
+    assert len(frames) == len(task.works) * (4 + verb.known)
+    for work in task.works:
+        a_work(work, verb.known)
 
 
-ENVELOPE = apart_wire.VALUE.envelope
-APART_REPLIES = [
-    msgpack.unpackb(ENVELOPE.reply("id", {"numbers": {"loss": 0.5}})),
-    msgpack.unpackb(ENVELOPE.refusal("id", BadMessage("why"))),
-]
-
-
-@fuzzed(30, messages(*APART_REPLIES), st.lists(st.binary(max_size=12), max_size=2))
-def test_replies_of_models_on_ranks_of_their_own(raw, frames):
-    with within(KIB):
-        try:
-            _, reply = ENVELOPE.open_reply(raw)
-            answer = apart_wire.decode_answer(apart_wire.VALUE, reply, frames)
-        except Refusal:
-            return
-    assert len(answer.arrays) == len(frames)
-    assert all(isinstance(value, float) for value in answer.numbers.values())
+def a_work(work, known):
+    for lengths in work.segments:
+        assert len(lengths) >= 2
+        assert all(a_count(length) >= 1 for length in lengths)
+    assert len(work.token_ids) == sum(map(sum, work.segments)) <= LIMITS.max_tokens
+    assert 0 <= work.target_positions.min() <= work.target_positions.max() < len(work.token_ids)
+    assert len(work.target_positions) == len(work.target_ids) <= len(work.token_ids)
+    for ids in (work.token_ids, work.target_ids):
+        assert 0 <= ids.min() <= ids.max() < LIMITS.vocabulary
+    assert 1e-6 <= a_number(work.temperature) <= 1e6
+    assert [len(values) for values in work.known] == [len(work.target_ids)] * known
 
 
 def test_a_header_that_would_unpack_into_gigabytes_is_refused_first():
@@ -270,10 +361,23 @@ def test_what_is_good_is_read():
     """The seeds are what the readers take: else nothing would come past the first check."""
     for header in REQUESTS:
         assert wire.decode_request(packed(header), "run").verb == header["verb"]
-    assert len(wire.decode_leases(REPLIES[0])) == 2
     for header, frames in zip(SCORER, ([], [b"\1\0\0\0"], []), strict=True):
         assert scorer_wire.decode_request([packed(header), *frames], "run", "helpful").reward == "helpful"
     for frames, (kind, task) in zip(APART, TASKS, strict=True):
         assert apart_wire.decode_request(frames, SERVED[kind]).task.verb == task.verb
-    batch = _batch(REPLIES[-1], [memoryview(META), memoryview(ARRAYS)])
-    assert decode_batch([bytes(f) for f in encode_batch(batch)]).shares == {"tokens": 3}
+
+
+def test_more_than_a_group_may_have_is_refused():
+    count = groups.MAX_TRAJECTORIES + 1
+    entry = META_TREE["trajectories"][0]
+    meta = packed(META_TREE | {"lengths": [1] * count, "runs": 1, "trajectories": [entry] * count})
+    arrays = bytes(8 * count) + np.array([count, 1], "<i4").tobytes()
+    with pytest.raises(BadMessage, match="lengths: expected a list of at most 4096"):
+        groups.decode_delivery(meta, arrays)
+
+
+@pytest.mark.parametrize("name", ["prompt", "completion"])
+def test_a_text_that_is_too_long_to_be_scored_is_refused(name):
+    raw = packed(SCORER[2] | {name: "x" * (scorer_wire.MAX_TEXT + 1)})
+    with pytest.raises(BadMessage, match=f"{name}: expected a text of at most"):
+        scorer_wire.decode_request([raw], "run", "helpful")
