@@ -60,6 +60,26 @@ def test_a_server_that_cannot_map_the_memory_is_sent_versions_from_then_on(
     assert [e["version"] for e in servers[0].said if e["event"] == "staging" and e["shared"]] == [0]
 
 
+@pytest.mark.parametrize("shared_memory", [True, False])
+def test_a_learner_that_trains_on_changes_nothing_of_a_version_that_is_out(
+    shared_memory, start_server, make_publisher, weights
+):
+    """What a server reads for a while yet is no view of the weights, which an optimizer writes in place."""
+    server, publisher = start_server("a", load_seconds=0.5), make_publisher()
+    assert publisher.wait_for_members(1, 30)
+    live = weights(0)
+    for version in (0, 1):
+        sums = live.sums
+        publisher.publish(version, live.specs, live.stream())
+        for tensor in live.tensors.values():
+            tensor.add_(1)
+        trained = live.sums
+        assert publisher.wait_loaded().members == ["a"]
+        assert server.expect("staging", version=version)["shared"] == shared_memory
+        assert server.expect("loaded", version=version)["sums"] == sums
+        assert live.sums == trained != sums, "nor are the weights a view of the memory"
+
+
 def test_who_comes_or_is_lost_makes_new_memory_of_another_size_too(start_server, make_publisher, weights):
     """Whoever was lost may still read the old one."""
     first, publisher = start_server("first"), make_publisher()
