@@ -1,13 +1,15 @@
 """What becomes of running completions when a version comes in: keep, recompute, abort, or drain first.
 
-    python benchmarks/in_flight_update.py [--steps 25]
+    python benchmarks/in_flight_update.py [--steps 25] [--plot-only]
 
 The same run on two pinned cores under each value of `rollout.on_update`, and once with a server that ends
 what it runs before it loads (`draining_server.py`). Completions are long enough that several versions land
-in one. Writes benchmarks/results/in_flight_update.json. Let nothing else run meanwhile.
+in one. Writes benchmarks/results/in_flight_update.json and its picture in docs/pictures/. Let nothing else
+run meanwhile.
 """
 
 import argparse
+import json
 import statistics
 import sys
 from dataclasses import replace
@@ -16,7 +18,7 @@ from typing import Any
 
 import pinned_runs
 from pinned_runs import experiment, learner_times, run, server_times, step_seconds
-from record import write_result
+from record import RESULTS, write_result
 
 from launch.experiment import WholeExperiment
 from launch.supervisor import Service
@@ -24,6 +26,7 @@ from launch.supervisor import Service
 MODES = ("keep", "recompute", "abort", "drain")
 LAST = 5
 """Steps that the final reward is the mean of."""
+PICTURE = Path("docs/pictures/in_flight_update.png")
 
 
 def main() -> None:
@@ -31,9 +34,15 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=25)
     parser.add_argument("--tokens", type=int, default=144)
     parser.add_argument("--rate", type=float, default=1e-3)
+    parser.add_argument("--plot-only", action="store_true", help="from what is recorded")
     options = parser.parse_args()
+    if options.plot_only:
+        draw(json.loads((RESULTS / "in_flight_update.json").read_text())["runs"])
+        return
     runs = {mode: one(mode, options) for mode in MODES}
-    write_result("in_flight_update", {"settings": vars(options), "max_staleness": 2, "runs": runs})
+    settings = {name: vars(options)[name] for name in ("steps", "tokens", "rate")}
+    write_result("in_flight_update", {"settings": settings, "max_staleness": 2, "runs": runs})
+    draw(runs)
 
 
 def one(mode: str, options: argparse.Namespace) -> dict[str, Any]:
@@ -73,6 +82,29 @@ def _script(command: list[str], script: str) -> list[str]:
     """`… python -m rollout CONFIG …` with the script in the module's place."""
     at = command.index(sys.executable)
     return [*command[: at + 1], script, *command[at + 3 :]]
+
+
+def draw(runs: dict[str, dict[str, Any]]) -> None:
+    """The server's tokens a second and the final reward, a bar for each way."""
+    from launch.plots import BLUE, GREEN, STYLE, plt
+
+    speeds = [made["server"]["tokens_per_s"] for made in runs.values()]
+    rewards = [made["reward_last"] for made in runs.values()]
+    panels = (
+        ("tokens/s", BLUE, speeds, "{:,.0f}"),
+        (f"reward of the last {LAST} steps", GREEN, rewards, "{:.3f}"),
+    )
+    with plt.rc_context({**STYLE, "font.size": 9, "axes.titlesize": 10}):
+        figure, columns = plt.subplots(1, 2, sharey=True, layout="constrained", figsize=(8, 1.8))
+        for axes, (title, color, values, form) in zip(columns, panels, strict=True):
+            bars = axes.barh(list(runs), values, color=color, height=0.7)
+            axes.bar_label(bars, [form.format(value) for value in values], padding=3, fontsize=8)
+            axes.set_title(title)
+            axes.set_xlim(0, 1.15 * max(values))
+            axes.grid(axis="y", visible=False)
+        columns[0].invert_yaxis()
+        figure.savefig(PICTURE, dpi=80)
+        plt.close(figure)
 
 
 if __name__ == "__main__":
