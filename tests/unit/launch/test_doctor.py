@@ -1,0 +1,29 @@
+"""What `slipstream doctor` asks of a machine."""
+
+import re
+from pathlib import Path
+from types import SimpleNamespace
+
+from launch import doctor
+
+README = (Path(__file__).parents[3] / "README.md").read_text()
+
+
+def test_it_asks_for_what_the_readme_does():
+    asked = re.search(
+        r"(\d+) GiB of free memory, (\d+) GB of disk \(half of it for the installation\)", README
+    )
+    assert asked is not None
+    assert int(asked[1]) == doctor.DEMO_MEMORY_GIB
+    assert int(asked[2]) / 2 == doctor.DEMO_DISK_GB
+
+
+def test_too_little_for_the_demo_is_told_with_what_it_takes(monkeypatch):
+    def with_free(size_gb: float) -> doctor.Finding:
+        monkeypatch.setattr(doctor.shutil, "disk_usage", lambda path: SimpleNamespace(free=size_gb * 1e9))
+        return doctor._disk()
+
+    assert with_free(5.2) == doctor.Finding("ok", "disk", "5 GB free here")
+    assert with_free(3.4) == doctor.Finding(
+        "note", "disk", "3 GB free here; a run of the demo writes up to 5"
+    )
