@@ -99,6 +99,22 @@ def test_a_client_may_come_first_and_polls_wait_for_what_unblocks_them(service):
     asyncio.run(asyncio.wait_for(run(), 60))
 
 
+def test_it_runs_on_uvloop(service):
+    address, start, _ = service
+    process = start()
+
+    async def run():
+        async with BufferClient(address, "observer", "run", "here") as observer:
+            await observer.status()
+
+    asyncio.run(asyncio.wait_for(run(), 60))
+    process.send_signal(signal.SIGUSR2)  # the stacks of its threads; uvloop waits in C, asyncio in selectors
+    process.terminate()
+    _, told = process.communicate(timeout=20)
+    assert "/uvloop/__init__.py" in told
+    assert "/selectors.py" not in told
+
+
 def test_a_silent_server_loses_its_leases_to_another(service):
     address, start, _ = service
     start("buffer.lease_timeout_s=4")

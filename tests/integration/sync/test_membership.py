@@ -6,11 +6,16 @@ import signal
 import time
 
 import pytest
+import torch
 from no_handles import none_left
 
 from sync.config import SyncConfig
 from sync.errors import LoadFailed, PublishInterrupted
+from sync.group import Connecting
+from sync.membership import MAX_FAILED_TRANSFERS
+from sync.publisher import Publisher
 from sync.receiver import Receiver
+from sync.sink import StagePlan
 from sync.stand_in import Behavior, StandInSink
 
 both_ways = pytest.mark.parametrize("shared_memory", [True, False], ids=["shared", "sent"])
@@ -185,6 +190,78 @@ def test_second_publish_waits_for_the_load_of_the_first(start_server, make_publi
     server.expect("loaded", version=1)
     order = [(e["event"], e["version"]) for e in server.said if e["event"] in ("staging", "loaded")]
     assert order == [("staging", 0), ("loaded", 0), ("staging", 1), ("loaded", 1)]
+
+
+@pytest.mark.slow
+def test_a_live_server_whose_load_outlasts_the_deadline_costs_only_itself(
+    start_server, make_publisher, weights
+):
+    deadline_s, load_s = 4.0, 20.0
+    quick, slow = start_server("quick"), start_server("slow", load_seconds=load_s)
+    publisher = make_publisher(transfer_timeout_s=deadline_s)
+    assert publisher.wait_for_members(2, 30)
+    new = weights(0)
+    publisher.publish(0, new.specs, new.stream())
+    sent = time.monotonic()
+    report = publisher.wait_loaded()
+    assert deadline_s <= time.monotonic() - sent < deadline_s + 4
+    assert report.members == ["quick"]
+    assert report.lost == [("slow", "version 0 not loaded within 4 s")]
+    assert quick.expect("loaded", version=0)["sums"] == new.sums
+    # It was alive all the time: when it is done it comes back by itself.
+    slow.expect("loaded", timeout_s=load_s + 10, version=0)
+    assert publisher.wait_for_members(2, 15)
+
+
+class NeverConnects(StandInSink):
+    """Takes the manifest, answers everything, and comes to no group."""
+
+    async def stage(self, plan: StagePlan) -> int:
+        plan.accepted()
+        return await asyncio.get_running_loop().create_future()
+
+
+class PatientGroups(Publisher):
+    """Its groups have a later deadline of their own, as those of nccl have."""
+
+    def _connect(self, size: int) -> Connecting:
+        shorter, self._timeout_s = self._timeout_s, 20.0
+        try:
+            return super()._connect(size)
+        finally:
+            self._timeout_s = shorter
+
+
+@pytest.mark.slow
+def test_a_group_that_is_not_connected_in_time_is_given_up(address, weights):
+    """By the publisher's own deadline. The group's own is in tests/unit/sync/test_group.py."""
+    config = SyncConfig(
+        address=address, bucket_mib=1, transfer_timeout_s=2.0, heartbeat_timeout_s=5.0, shared_memory=False
+    )
+    publisher = PatientGroups(config, "test", torch.device("cpu"))
+    publisher.start()
+    receiver = Receiver(config, "test", "absent", NeverConnects(Behavior(), lambda event: None))
+
+    async def scenario():
+        serving = asyncio.create_task(receiver.run())
+        assert await asyncio.to_thread(publisher.wait_for_members, 1, 30)
+        started, new = time.monotonic(), weights(0)
+        report = await asyncio.to_thread(publisher.publish, 0, new.specs, new.stream())
+        seconds = time.monotonic() - started
+        serving.cancel()
+        await asyncio.wait([serving])
+        return report, seconds
+
+    try:
+        report, seconds = asyncio.run(scenario())
+    finally:
+        publisher.close()
+        for thread in publisher._threads:  # of the groups, which nobody comes to
+            thread.join(25)
+    assert (report.members, report.size_bytes) == ([], 0)
+    assert report.lost == [("absent", "transfers to it keep failing (timed out)")]
+    deadlines_s = MAX_FAILED_TRANSFERS * config.transfer_timeout_s
+    assert deadlines_s <= seconds < deadlines_s + 6
 
 
 def test_a_version_counts_once_it_is_loaded_and_not_when_its_load_failed(make_publisher, address, weights):
