@@ -101,11 +101,14 @@ class Summary:
         return [(key, value) for key, value in rows if value]
 
     def _starvation(self) -> str:
-        ratio, gap = (self.starvation.get(name) for name in ("length_ratio", "length_ks"))
-        evicted = self.starvation.get("evicted_length_ratio")
-        told = _say("trained groups {:.2f} times as long as generated ones", ratio)
-        told += _say(", {:.2f} apart (0: lengths spread alike, 1: not at all)", gap)
-        return told + _say("; evicted ones {:.2f} times as long as trained", evicted)
+        of = self.starvation.get
+        long = _say("trained groups {:.2f} times as long as generated ones", of("length_ratio"))
+        long += _say(", lengths {:.2f} apart", of("length_ks"))
+        long += _say("; evicted ones {:.2f} times as long as trained", of("evicted_length_ratio"))
+        hard = _say(
+            "trained and generated rewards {:.2f} apart (0: spread alike, 1: not at all)", of("reward_ks")
+        )
+        return f"long prompts: {long}; hard prompts: {hard}" if long and hard else ""
 
     def _shown_parts(self) -> list[tuple[str, tuple[float | None, float | None]]]:
         """A single one is the reward itself."""

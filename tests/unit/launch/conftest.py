@@ -141,7 +141,9 @@ def buffer_row() -> dict[str, Any]:
     return {
         "time": STARTED + 700, "leased": 6, "stored": 3, "evicted": 2, "duplicates": 1,
         "dropped": {"failed": 4}, "requeued": {"evicted": 2, "lost": 3},
-        "starvation": {"length_ratio": 0.9, "length_ks": 0.12, "evicted_length_ratio": 1.8},
+        "starvation": {
+            "length_ratio": 0.9, "length_ks": 0.12, "reward_ks": 0.34, "evicted_length_ratio": 1.8,
+        },
     }  # fmt: skip
 
 

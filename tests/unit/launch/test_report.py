@@ -33,6 +33,7 @@ def test_a_finished_run_has_the_whole_report(make_run):
     assert told["requeued_causes"] == {"evicted": 2, "lost": 3}
     assert told["wasted_tokens"] == 359
     assert told["starvation"]["evicted_length_ratio"] == 1.8
+    assert "hard prompts: trained and generated rewards 0.34 apart (0: spread alike" in summary.text()
     assert told["dropped"] == {"failed": 4}
     assert told["staleness_max"] == 2
     assert told["pause_seconds_max"] == 0.5
