@@ -44,6 +44,13 @@ def learner_rate(records: Sequence[Record]) -> float | None:
     return tokens / seconds if seconds > 0 and tokens > 0 else None
 
 
+def waste_rate(records: Sequence[Record]) -> float | None:
+    """Tokens that the servers sampled for nothing, per second of wall-clock time over some steps."""
+    seconds = sum(map(seconds_of, records))
+    wasted = sum(float(r.get("servers/wasted_tokens", 0)) for r in records)
+    return wasted / seconds if seconds > 0 and wasted > 0 else None
+
+
 def learner_waits(records: Sequence[Record]) -> float | None:
     """Share of the learner's time spent waiting for a batch."""
     seconds = sum(map(seconds_of, records))

@@ -29,6 +29,7 @@ from launch.overview import (
     seconds_left,
     server_rate,
     servers_wait,
+    waste_rate,
 )
 
 REFRESH_S = 0.5
@@ -256,7 +257,7 @@ def _rows(e: WholeExperiment, history: History) -> list[tuple[str, Text]]:
     if mean is not None and highest is not None:
         bound = e.buffer.max_staleness
         rows.append(("staleness", Text(f"{mean:.2f} in the mean, {highest:.0f} at most (bound {bound})")))
-    rows.append(("tokens/s", _rates(server_rate(history), learner_rate(recent))))
+    rows.append(("tokens/s", _rates(server_rate(history), learner_rate(recent), waste_rate(recent))))
     rows.append(("waiting", _waiting(servers_wait(history), learner_waits(recent))))
     publish, pause = mean_of(recent, "time/publish"), mean_of(recent, "sync/pause_seconds")
     if publish is not None:
@@ -298,8 +299,8 @@ def _evaluation_left(history: History) -> str:
     return f"{left} prompt{'s' * (left > 1)} left" if left else ""
 
 
-def _rates(servers: float | None, learner: float | None) -> Text:
-    parts = [("generated", servers), ("trained", learner)]
+def _rates(servers: float | None, learner: float | None, wasted: float | None) -> Text:
+    parts = [("generated", servers), ("trained", learner), ("sampled for nothing", wasted)]
     return Text(" · ".join(f"{count(rate)} {what}" for what, rate in parts if rate is not None))
 
 

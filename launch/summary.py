@@ -42,7 +42,7 @@ class Summary:
     """Prompts that went back to the queue."""
     requeued_causes: dict[str, int]
     wasted_tokens: int
-    """Sampled for nothing, over all servers since their last start."""
+    """Sampled for nothing, by all servers in the recorded steps."""
     starvation: dict[str, float | None]
     """What was trained beside what was generated (`buffer.starvation.report`)."""
     duplicates: int
@@ -187,9 +187,7 @@ def summarize(run_dir: Path, history: History | None = None) -> Summary:
         evicted=int(buffer.get("evicted", 0)),
         requeued=sum(requeued.values()),
         requeued_causes=requeued,
-        wasted_tokens=sum(
-            int(lines[-1].get("wasted_tokens", 0)) for lines in history.servers.values() if lines
-        ),
+        wasted_tokens=sum(int(r.get("servers/wasted_tokens", 0)) for r in records),
         starvation=dict(buffer.get("starvation") or {}),
         duplicates=int(buffer.get("duplicates", 0)),
         dropped={rule: int(n) for rule, n in dict(buffer.get("dropped") or {}).items()},

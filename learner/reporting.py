@@ -3,7 +3,7 @@
 import logging
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from buffer.records import Batch
@@ -17,13 +17,21 @@ logger = logging.getLogger(__name__)
 class Reporter:
     """Owns the step's clock; `write` is collective."""
 
-    def __init__(self, journal: Journal | None, max_staleness: int, samples_every: int) -> None:
+    def __init__(
+        self,
+        journal: Journal | None,
+        max_staleness: int,
+        samples_every: int,
+        counted: Callable[[], Mapping[str, float]],
+    ) -> None:
         """Args:
         journal: On global rank 0; None elsewhere.
+        counted: What all rollout servers together counted so far; asked on global rank 0.
         """
         self._journal = journal
         self._max_staleness = max_staleness
         self._samples_every = samples_every
+        self._counted, self._counted_before = counted, counted()
         self._alarms = Alarms()
         self.timed = Timings()
         self._started = time.perf_counter()
@@ -54,6 +62,7 @@ class Reporter:
             "samples/s": about["samples"] / seconds,
             "tokens/s": about["all_tokens"] / seconds,
             **sync_row(published),
+            **self._servers_row(),
             **{f"own/{name}": float(value) for name, value in own.items()},
         }
         if self._journal is None:
@@ -70,6 +79,13 @@ class Reporter:
             logger.warning(line)
         if step % self._samples_every == 0 or step == 1:
             self._journal.write_samples(step, shard.groups)
+
+    def _servers_row(self) -> dict[str, float]:
+        """What the servers counted since the last report; their seconds are a sum over them."""
+        before, self._counted_before = self._counted_before, self._counted()
+        return {
+            f"servers/{name}": round(count - before[name], 3) for name, count in self._counted_before.items()
+        }
 
     def close(self) -> None:
         if self._journal is not None:

@@ -175,7 +175,8 @@ def _assemble(
     publishing = Publishing(trainable.model.module, sender, line, experiment.sync.join_timeout_s)
     stack.callback(publishing.close)
     journal = Journal(run_dir, experiment.logging.tensorboard, version) if is_first else None
-    reporter = Reporter(journal, experiment.buffer.max_staleness, experiment.logging.samples_every)
+    counted = sender.counted if sender is not None else dict[str, float]
+    reporter = Reporter(journal, experiment.buffer.max_staleness, experiment.logging.samples_every, counted)
     stack.callback(reporter.close)
     return Flow(experiment, trainable, updater, feed, publishing, checkpoints, reporter, stop, version)
 

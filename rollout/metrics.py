@@ -83,8 +83,18 @@ class Meters:
             self._busy_s += passed
             self._held_s += self._running * passed
 
-    def line(self) -> dict[str, Any]:
+    def counted(self) -> dict[str, float]:
+        """What also goes to the learner (`sync.wire.COUNTED`): tokens, and seconds without generating."""
         self._book()
+        return {
+            "tokens": self.tokens,
+            "wasted_tokens": self.wasted_tokens,
+            **{f"waiting_s/{cause}": round(self._waiting_s[cause], 3) for cause in CAUSES},
+            "publish_s/pause": round(self.publish_s["pause"], 3),
+        }
+
+    def line(self) -> dict[str, Any]:
+        counted = self.counted()
         now = self._clock()
         sampled, passed = self.tokens - self._last_tokens, max(now - self._last_time, 1e-9)
         self._last_time, self._last_tokens = now, self.tokens
@@ -102,12 +112,10 @@ class Meters:
             "tokens_per_busy_s": round(sampled / busy_s, 1) if busy_s else 0.0,
             "groups": self.groups,
             "completions": self.completions,
-            "tokens": self.tokens,
-            "wasted_tokens": self.wasted_tokens,
+            **counted,
             "group_seconds": group_s,
             "publishes": self.publishes,
-            **{f"waiting_s/{cause}": round(self._waiting_s[cause], 3) for cause in CAUSES},
-            **{f"publish_s/{phase}": round(self.publish_s[phase], 3) for phase in ("stage", "load", "pause")},
+            **{f"publish_s/{phase}": round(self.publish_s[phase], 3) for phase in ("stage", "load")},
             "reward_timeouts": self.failures["reward_timeout"],
             **{f"failed/{kind}": count for kind, count in sorted(self.failures.items())},
         }

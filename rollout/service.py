@@ -138,7 +138,7 @@ async def _work(
     rollout, meters = experiment.rollout, Meters(name)
     keys = {peer: client_keys(experiment.security.keys, "rollout", peer) for peer in ("buffer", "learner")}
     sink = MeteredSink(weights, meters)
-    receiver = Receiver(experiment.sync, experiment.name, name, sink, keys["learner"])
+    receiver = Receiver(experiment.sync, experiment.name, name, sink, keys["learner"], meters.counted)
     runner = make_runner(lambda: receiver.version, meters)
     metrics_path = Path(experiment.run_dir) / "metrics" / f"rollout-{name}.jsonl"
     buffer = experiment.buffer

@@ -18,6 +18,7 @@ from sync.addresses import numeric
 from sync.errors import TransferFailed
 from sync.keys import GATE, PublisherKeys
 from sync.membership import LEFT, Member, Membership
+from sync.tally import Tally
 from sync.wire import (
     SCHEMA,
     Beat,
@@ -50,7 +51,7 @@ SILENT_BEATS = 3
 
 
 class Control:
-    """Membership over ZeroMQ. `members` and what hangs on it is touched under `changed` only.
+    """Membership over ZeroMQ. `members`, what hangs on it, and `tally` are touched under `changed` only.
 
     Behind keys it hears only those whom they admit.
     """
@@ -68,6 +69,7 @@ class Control:
         self._closing = threading.Event()
         self.changed = threading.Condition()
         self.members = Membership()
+        self.tally = Tally()
 
     def start(self) -> None:
         """Bind and begin to take members.
@@ -237,7 +239,7 @@ class Control:
                 self.members.evict(member, LEFT)
                 self._tell_if_nobody_is_left(logging.INFO)
             case Beat():
-                pass
+                self.tally.hear(member.name, message.counts)
             case _:
                 self._outbox.put((identity, Refuse(f"{type(message).__name__} is not for the publisher")))
 

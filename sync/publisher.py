@@ -102,6 +102,11 @@ class Publisher:
         with self._control.changed:
             return self._members.names()
 
+    def counted(self) -> dict[str, float]:
+        """What all servers together counted since they were first heard of, by names of `wire.COUNTED`."""
+        with self._control.changed:
+            return self._control.tally.sums()
+
     def wants_publish(self) -> bool:
         """Whether a member neither holds the newest version given to `publish` nor is just getting it."""
         with self._control.changed:

@@ -4,7 +4,7 @@ import asyncio
 import errno
 import logging
 import time
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 
@@ -77,14 +77,24 @@ class Receiver:
     """
 
     def __init__(
-        self, config: SyncConfig, run_id: str, name: str, sink: WeightSink, keys: MemberKeys | None = None
+        self,
+        config: SyncConfig,
+        run_id: str,
+        name: str,
+        sink: WeightSink,
+        keys: MemberKeys | None = None,
+        counted: Callable[[], dict[str, float]] = dict[str, float],
     ) -> None:
+        """Args:
+        counted: The server's counters by the names of `wire.COUNTED`, each from its start on.
+        """
         self._address = config.address
         self._host = host_of(config.address)
         self._run_id = run_id
         self._name = name
         self._sink = sink
         self._keys = keys
+        self._counted = counted
         self._version: int | None = None
         self._first_version = asyncio.Event()
         self._engine = asyncio.Lock()
@@ -156,6 +166,7 @@ class Receiver:
         timeout_s = await self._join(socket, handshakes)
         socket.disable_monitor()  # nobody would read on
         interval_s = member_beat_s(timeout_s)
+        self._beat(socket)  # the learner counts from here on
         heard = beaten = time.monotonic()
         try:
             while True:
@@ -168,12 +179,16 @@ class Receiver:
                     raise _Rejoin(f"the learner has been silent for {timeout_s:g} s")
                 if now - beaten >= interval_s:
                     beaten = now
-                    _send(socket, Beat())
+                    self._beat(socket)
                 if self._work is not None and self._work.done() and not self._work.cancelled():
                     self._work.result()  # EngineLost ends the server
         except (asyncio.CancelledError, EngineLost):
+            self._beat(socket)
             _send(socket, Leave())
             raise
+
+    def _beat(self, socket: zmq.asyncio.Socket) -> None:
+        _send(socket, Beat(self._counted()))
 
     async def _join(self, socket: zmq.asyncio.Socket, handshakes: zmq.asyncio.Socket) -> float:
         """Become a member; returns the learner's heartbeat timeout."""

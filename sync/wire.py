@@ -6,7 +6,7 @@ weights themselves never pass here.
     server                                   publisher
     JOIN ───────────────────────────────────▶
       ◀──────────────── WELCOME | REFUSE | EVICT            the name is taken: join again, later
-    BEAT ◀──────────────────────────────────▶ BEAT        both ways, all the time
+    BEAT ◀──────────────────────────────────▶ BEAT        both ways, all the time; a server's with counts
       ◀──────────────────────────────── PREPARE
     READY ──────────────────────────────────▶            then the buckets, in the broadcast group
     LOADED | FAILED ────────────────────────▶
@@ -25,13 +25,23 @@ import msgpack  # pyright: ignore[reportMissingTypeStubs]
 from sync.errors import CAUSES
 from sync.manifest import Manifest
 
-SCHEMA = 4
+SCHEMA = 5
 """Grows whenever a message changes; a server of another schema is refused with the reason."""
 
 MAX_MESSAGE_BYTES = 256 << 20
 
 MEMORY_PATH = re.compile(r"/proc/[1-9][0-9]{0,9}/fd/[0-9]{1,9}")
 """A server opens no other file at a learner's word."""
+
+
+COUNTED = (
+    *("tokens", "wasted_tokens"),
+    *("waiting_s/weights", "waiting_s/scorers", "waiting_s/leases", "publish_s/pause"),
+)
+"""What a server may count, from its start on, and tell with each BEAT: tokens of completions that ended,
+tokens sampled for nothing, and seconds in which it did not generate, by what it waited for."""
+
+HIGHEST_COUNT = 1e15
 
 
 def member_beat_s(heartbeat_timeout_s: float) -> float:
@@ -152,6 +162,9 @@ class Evict:
 class Beat:
     """Made by both, read by both: alive."""
 
+    counts: dict[str, float] = field(default_factory=dict[str, float])
+    """A server's, by names out of `COUNTED`; the publisher has none."""
+
 
 @dataclass(frozen=True, slots=True)
 class Leave:
@@ -257,6 +270,20 @@ def _check_special(name: str, value: object) -> Any:
         if isinstance(value, str) and (not value or MEMORY_PATH.fullmatch(value)):
             return value
         raise WireError("memory: expected a file handle of the learner's under /proc, or nothing")
+    if name == "counts":
+        return _counts(value)
     if value in _CHOICES[name]:
         return value
     raise WireError(f"{name}: {value!r}: expected one of {', '.join(_CHOICES[name])}")
+
+
+def _counts(value: object) -> dict[str, float]:
+    if not isinstance(value, dict):
+        raise WireError(f"counts: expected a map, found {type(value).__name__}")
+    found = cast(dict[object, object], value)
+    for name, count in found.items():
+        if name not in COUNTED:
+            raise WireError(f"counts: {str(name)[:64]!r}: expected names out of {', '.join(COUNTED)}")
+        if not isinstance(count, int | float) or isinstance(count, bool) or not 0 <= count < HIGHEST_COUNT:
+            raise WireError(f"counts: {name}: {str(count)[:64]}: expected a number in [0, {HIGHEST_COUNT:g})")
+    return cast(dict[str, float], found)

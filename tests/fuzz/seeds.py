@@ -63,7 +63,7 @@ CONTROL = [
     sync_wire.Failed(3, "checksum", "bucket 1"),
     sync_wire.Abort(3, "lost"),
     sync_wire.Evict("silent"),
-    sync_wire.Beat(),
+    sync_wire.Beat({"tokens": 120, "waiting_s/leases": 3.5}),
 ]
 CONTROL_TREES = [msgpack.unpackb(sync_wire.encode(one)) for one in CONTROL]
 

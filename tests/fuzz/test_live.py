@@ -1,6 +1,7 @@
 """Running services while thousands of messages of no sense come in: a good client notices nothing."""
 
 import asyncio
+import math
 import random
 import socket
 import threading
@@ -162,9 +163,11 @@ def test_the_publisher_keeps_its_members():
         await asyncio.sleep(1.0)  # a beat
         assert control._thread.is_alive()
         with control.changed:
-            names = control.members.names()
+            names, sums = control.members.names(), control.tally.sums()
         member.cancel()
         await asyncio.wait([member])
+        assert set(sums) == set(sync_wire.COUNTED)
+        assert all(0 <= total < math.inf for total in sums.values())
         return names
 
     try:

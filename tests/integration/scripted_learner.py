@@ -147,6 +147,7 @@ class ScriptedBuffer:
 class RememberingSender:
     def __init__(self, out: Path) -> None:
         self._out = out
+        self._looks = 0
 
     def __enter__(self) -> "RememberingSender":
         return self
@@ -175,6 +176,11 @@ class RememberingSender:
 
     def wait_loaded(self):
         return self._report
+
+    def counted(self):
+        """Ten tokens more at every look, of which one for nothing."""
+        self._looks += 1
+        return {"tokens": 10 * self._looks, "wasted_tokens": self._looks}
 
 
 def run(job: dict[str, Any]) -> None:

@@ -293,6 +293,51 @@ def test_a_version_counts_once_it_is_loaded_and_not_when_its_load_failed(make_pu
     assert before == [(0, None), (1, 0), (2, 0)]
 
 
+def test_what_servers_count_is_summed_whoever_comes_goes_or_starts_again(make_publisher, address):
+    publisher = make_publisher(heartbeat_timeout_s=2.0)
+
+    async def wasted(tokens: int) -> None:
+        async with asyncio.timeout(10):
+            while publisher.counted()["wasted_tokens"] != tokens:  # noqa: ASYNC110 - its thread has no event
+                await asyncio.sleep(0.05)
+
+    async def scenario():
+        counts = {name: {"wasted_tokens": 100, "waiting_s/leases": 8.0} for name in "ab"}
+
+        def serve(name: str) -> "asyncio.Task[None]":
+            sink = StandInSink(Behavior(), lambda event: None)
+            config = SyncConfig(address=address)
+            receiver = Receiver(config, "test", name, sink, counted=lambda: dict(counts[name]))
+            return asyncio.create_task(receiver.run())
+
+        async def gone(server: "asyncio.Task[None]") -> None:
+            server.cancel()
+            await asyncio.wait([server])
+
+        one, other = serve("a"), serve("b")
+        assert await asyncio.to_thread(publisher.wait_for_members, 2, 30)
+        await asyncio.sleep(0.2)  # their first words
+        assert set(publisher.counted().values()) == {0}, "of before the learner came"
+        counts["a"]["wasted_tokens"] += 5
+        counts["b"]["wasted_tokens"] += 7
+        await wasted(12)
+        counts["a"]["wasted_tokens"] += 1
+        await gone(one)
+        await wasted(13)  # its last word
+        counts["a"] = {"wasted_tokens": 0, "waiting_s/leases": 0.0}  # another process
+        one = serve("a")
+        assert await asyncio.to_thread(publisher.wait_for_members, 2, 30)
+        await asyncio.sleep(0.2)
+        counts["a"]["wasted_tokens"] += 20
+        counts["a"]["waiting_s/leases"] += 1.5
+        await wasted(33)
+        assert publisher.counted()["waiting_s/leases"] == 1.5
+        await gone(one)
+        await gone(other)
+
+    asyncio.run(scenario())
+
+
 def test_learner_that_fails_mid_export_leaves_nobody_waiting(start_server, make_publisher, weights):
     server = start_server("a")
     publisher = make_publisher()

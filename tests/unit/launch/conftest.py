@@ -121,6 +121,8 @@ def step_row(step: int) -> dict[str, Any]:
         "reward_parts/short": 0.125,
         "samples": 64,
         "tokens": 1800,
+        "servers/tokens": 9000,
+        "servers/wasted_tokens": 450 if step == 18 else 0,
         "sync/pause_seconds": 0.5 if step == 7 else 0.1,
     }
 

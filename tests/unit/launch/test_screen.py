@@ -29,7 +29,7 @@ def test_the_screen_shows_what_is_asked_of_it(make_run, config_file):
         "slipstream made · training", "20/24 steps", "2 min 00 s left", "v0 0.200 → v12 0.500", "target 0.8",
         "2 at most (bound 2)", "generated", "trained", "learner waits for batches", "servers wait for leases",
         "generation paused 0.10 s", "2 evicted", "● buffer", "✗ server-0", "✓ learner", "WARNING something",
-        "11 min 40 s", "right 0.400 · short 0.125",
+        "11 min 40 s", "right 0.400 · short 0.125", "2 sampled for nothing",
     ):  # fmt: skip
         assert part in text, part
 

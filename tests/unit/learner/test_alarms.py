@@ -38,7 +38,7 @@ def test_both_may_ring_at_once():
 
 def test_the_reporter_logs_them_as_warnings(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr("learner.reporting.batch_row", lambda shard, limit: ABOUT)
-    reporter = Reporter(Journal(tmp_path, False, 0), max_staleness=2, samples_every=10)
+    reporter = Reporter(Journal(tmp_path, False, 0), max_staleness=2, samples_every=10, counted=dict)
     report = StepReport(lr=0.1, sums={"tokens": 10.0, "rho": 12.0, "rho_squares": 40.0})
     with caplog.at_level(logging.WARNING):
         for step in (1, 2):

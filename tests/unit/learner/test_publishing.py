@@ -29,6 +29,9 @@ class Sender:
     def wait_loaded(self):
         raise AssertionError
 
+    def counted(self):
+        raise AssertionError
+
 
 @pytest.fixture(scope="module", autouse=True)
 def world():

@@ -1,6 +1,7 @@
 import json
 
 from rollout.metrics import Meters
+from sync.wire import COUNTED, Beat, decode, encode
 
 
 class Clock:
@@ -57,3 +58,16 @@ def test_the_rate_is_of_the_time_since_the_last_line():
     clock.now += 1
     assert meters.line()["tokens_per_s"] == 30
     assert json.dumps(meters.line())
+
+
+def test_what_the_learner_is_told_is_what_the_line_says():
+    clock = Clock()
+    meters = Meters("s", clock)
+    clock.now += 3
+    meters.tokens, meters.wasted_tokens = 100, 7
+    meters.publish_s["pause"] = 0.25
+    told = meters.counted()
+    assert list(told) == list(COUNTED)
+    assert told.items() <= meters.line().items()
+    assert (told["tokens"], told["wasted_tokens"], told["waiting_s/weights"]) == (100, 7, 3)
+    assert decode(encode(Beat(told))) == Beat(told)

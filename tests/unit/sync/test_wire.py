@@ -18,7 +18,7 @@ MESSAGES = [
     wire.Abort(3, "lost"),
     wire.Dropped(3),
     wire.Evict("silent"),
-    wire.Beat(),
+    wire.Beat({"tokens": 120, "waiting_s/leases": 3.5}),
     wire.Leave(),
 ]
 
@@ -32,11 +32,11 @@ def test_every_kind_has_an_example_above():
     assert {type(message) for message in MESSAGES} == set(wire.KINDS.values())
 
 
-JOIN = {"kind": "JOIN", "schema": 4, "run_id": "r", "name": "n", "world_size": 1, "place": ""}
+JOIN = {"kind": "JOIN", "schema": 5, "run_id": "r", "name": "n", "world_size": 1, "place": ""}
 
 
-def test_bytes_of_schema_4_still_decode():
-    assert wire.decode(msgpack.packb(JOIN)) == wire.Join(4, "r", "n", 1, "")
+def test_bytes_of_schema_5_still_decode():
+    assert wire.decode(msgpack.packb(JOIN)) == wire.Join(5, "r", "n", 1, "")
 
 
 @pytest.mark.parametrize(
@@ -49,8 +49,14 @@ def test_bytes_of_schema_4_still_decode():
         (JOIN | {"world_size": 0}, "world_size"),
         ({"kind": "READY", "attempt": True}, "attempt"),
         ({"kind": "FAILED", "attempt": 1, "cause": "mood", "reason": ""}, "cause"),
-        ({"kind": "WELCOME", "schema": 4, "heartbeat_timeout_s": -1}, "heartbeat_timeout_s"),
+        ({"kind": "WELCOME", "schema": 5, "heartbeat_timeout_s": -1}, "heartbeat_timeout_s"),
         ({"kind": "SHUTDOWN"}, "kind"),
+        ({"kind": "BEAT", "counts": [1]}, "counts: expected a map"),
+        ({"kind": "BEAT", "counts": {"mood": 1}}, "counts: 'mood'"),
+        ({"kind": "BEAT", "counts": {"tokens": -1}}, "counts: tokens: -1"),
+        ({"kind": "BEAT", "counts": {"tokens": float("nan")}}, "counts: tokens: nan"),
+        ({"kind": "BEAT", "counts": {"tokens": 1e300}}, r"counts: tokens: 1e\+300"),
+        ({"kind": "BEAT", "counts": {"tokens": True}}, "counts: tokens: True"),
         ([1, 2], "expected a map"),
     ],
 )
