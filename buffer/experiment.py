@@ -214,8 +214,8 @@ class LoggingConfig(Section):
     """Steps between the rollouts written to `samples.jsonl`."""
     level: Literal["DEBUG", "INFO", "WARNING"] = "INFO"
     stalled_s: float = Field(default=600.0, gt=0)
-    """When nothing was generated, trained or evaluated for so long, `slipstream run` tells who waits for
-    whom, and where every thread is."""
+    """When a service achieved nothing for so long, its log gets the stacks of its threads; `slipstream run`
+    tells who waits for whom too."""
 
 
 class Experiment(Section):

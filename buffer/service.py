@@ -21,6 +21,7 @@ from buffer.keys import server_keys
 from buffer.ledger import MOST_EQUAL
 from buffer.prompts import EVAL_SEED, load_rows, open_prompts
 from buffer.server import BufferServer
+from buffer.stacks import Stillness
 from buffer.store import Sources, Store
 
 logger = logging.getLogger(__name__)
@@ -69,15 +70,18 @@ async def _serve(experiment: BufferExperiment, run_dir: Path, sources: Sources) 
         len(store.ledger.queue.rows),
     )
     report = Report(run_dir / "metrics" / "buffer.jsonl")
+    stillness = Stillness(experiment.logging.stalled_s)
     async with asyncio.TaskGroup() as tasks:
         serving = tasks.create_task(server.run())
         while not stop.is_set():
             await happens(stop, REPORT_S)
             status = await server.status()
             report.write(status)
+            stillness.see(*(status[key] for key in ("published", "delivered", "frontier", "committed")))
             if server.may_end(status["over"]) or status["hopeless"]:
                 stop.set()
         serving.cancel()
+    stillness.end()
     server.close()
     store.close()
     report.close()

@@ -6,6 +6,7 @@ Every verb is collective: all ranks call the same ones in the same order.
 from collections.abc import Iterator
 
 from buffer.records import Batch
+from buffer.stacks import Stillness
 from learner.checkpoint import Checkpoints
 from learner.config import LearnerExperiment
 from learner.feed import Command, Feed
@@ -52,6 +53,7 @@ class Flow:
         self._reporter = reporter
         self._stop = stop
         self._schedule = CheckpointSchedule(experiment.learner.checkpoint)
+        self._stillness = Stillness(experiment.logging.stalled_s)
         self._saved = version
         self._unpublished = False
         """Whether something was trained since the last version."""
@@ -87,6 +89,7 @@ class Flow:
             LoopMistake: The batch before was not published, or more than once.
         """
         while self.version < self.steps and not self.interrupted:
+            self._stillness.see(self.version)
             with self._reporter.timed("wait_batch"):
                 command, shard = self._feed.next(self.version, self._wanted)
             if command in (Command.STOP, Command.DONE):
@@ -176,6 +179,7 @@ class Flow:
 
     def close(self) -> None:
         """See to it that a checkpoint holds the last version, unless the weights are another already."""
+        self._stillness.end()
         if self._saved != self.version and not self._unpublished:
             self.save()
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from buffer.records import Group
+from buffer.stacks import Stillness
 from rollout.engine import Completion
 from sync.sink import StagePlan, WeightSink
 
@@ -120,7 +121,7 @@ class Meters:
             **{f"failed/{kind}": count for kind, count in sorted(self.failures.items())},
         }
 
-    async def write(self, path: Path, version: Callable[[], int | None]) -> None:
+    async def write(self, path: Path, version: Callable[[], int | None], stillness: Stillness) -> None:
         """Append a line every `PERIOD_S`, and a last one when cancelled."""
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("a") as file:
@@ -128,7 +129,9 @@ class Meters:
                 while True:
                     await asyncio.sleep(PERIOD_S)
                     self._append(file, version())
+                    stillness.see(self.version, self.tokens, self.groups)
             finally:
+                stillness.end()
                 self._append(file, version())
 
     def _append(self, file: Any, version: int | None) -> None:

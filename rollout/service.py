@@ -17,6 +17,7 @@ from buffer.experiment import ConfigError
 from buffer.keys import client_keys
 from buffer.recording import read_groups
 from buffer.rendering import Renderer
+from buffer.stacks import Stillness
 from rollout.config import RolloutExperiment, engine_faults
 from rollout.endings import first_of, signalled, unending
 from rollout.engine import Engine, EngineFailed
@@ -146,11 +147,13 @@ async def _work(
         renew_period_s = min(RENEW_S, buffer.lease_timeout_s / 4)
         loop = RolloutLoop(client, receiver, runner, rollout.max_groups, renew_period_s, meters)
         logger.info("rollout server %s is up: up to %d groups at a time", name, rollout.max_groups)
+        stillness = Stillness(experiment.logging.stalled_s)
+        written = meters.write(metrics_path, lambda: receiver.version, stillness)
         await first_of(
             asyncio.create_task(loop.run()),
             asyncio.create_task(_engine_lost(wait_failed)),
             asyncio.create_task(unending(receiver.run())),
-            asyncio.create_task(unending(meters.write(metrics_path, lambda: receiver.version))),
+            asyncio.create_task(unending(written)),
             asyncio.create_task(signalled("handing the leases back")),
         )
     logger.info("rollout server %s ends: %d groups, %d tokens", name, meters.groups, meters.tokens)

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from buffer.stacks import Stillness
 from learner import collectives
 from learner.checkpoint import Checkpoints
 from learner.offline.config import OfflineExperiment
@@ -46,6 +47,8 @@ def train(parts: OfflineParts) -> bool:
         ValueError: It ends as it began.
     """
     saved = start = parts.step
+    stillness = Stillness(parts.experiment.logging.stalled_s)
+    stillness.see(parts.step)
     if parts.step == 0 and parts.held_out is not None:
         parts.reporter.write(0, parts.steps, evaluation(parts))
     while parts.step < parts.steps and not stopping(parts):
@@ -61,9 +64,11 @@ def train(parts: OfflineParts) -> bool:
         if parts.step == parts.steps or is_due(parts):
             row |= evaluation(parts)
         parts.reporter.write(parts.step, parts.steps, row, share)
+        stillness.see(parts.step)
         if parts.schedule.is_due(parts.step, last=parts.step == parts.steps):
             with parts.reporter.timed("checkpoint"):
                 saved = save(parts)
+    stillness.end()
     if saved != parts.step:
         save(parts)
     return parts.step >= parts.steps
