@@ -37,7 +37,8 @@ class BufferConfig(Section):
     """Batches that may train a group while it is young enough; above 1 the learner fills up with groups that
     it trained before."""
     dynamic_sampling: bool = False
-    """Drop groups whose rewards are all equal, count them and ask for others (DAPO, arXiv 2503.14476)."""
+    """Drop groups whose rewards are all equal, count them and ask for others (DAPO, arXiv 2503.14476,
+    section 3.2)."""
     lease_timeout_s: float = Field(default=120.0, gt=0)
     """A lease not renewed for this long goes back to the queue."""
     max_message_mib: int = Field(default=256, ge=1)

@@ -88,21 +88,24 @@ def _own(path: str, r: Rewards) -> Rewards:
 
 
 def grpo(r: Rewards) -> Rewards:
-    """(r - mean) / (std + ε), population std (DeepSeekMath, arXiv 2402.03300). A group of one gets 0."""
+    """(r - mean) / (std + ε), population std (DeepSeekMath, arXiv 2402.03300, section 4.1.2). A group of one
+    gets 0."""
     return dr_grpo(r) / (r.std() + EPSILON)
 
 
 def dr_grpo(r: Rewards) -> Rewards:
-    """r - mean (Dr.GRPO, arXiv 2503.20783): no division, which would favour nearly solved prompts."""
+    """r - mean (Dr.GRPO, arXiv 2503.20783, section 3.2): no division, which would favour nearly solved
+    prompts."""
     # The mean of equal numbers may differ from them in the last bit; equal rewards must teach nothing.
     return np.zeros_like(r) if (r == r[0]).all() else r - r.mean()
 
 
 def rloo(r: Rewards) -> Rewards:
-    """r - mean of the others (arXiv 2402.14740). A group of one has no others and gets 0."""
+    """r - mean of the others (arXiv 2402.14740, section 2.3). A group of one has no others and gets 0."""
     return dr_grpo(r) * (len(r) / max(len(r) - 1, 1))
 
 
 def reinforce_plus_plus(r: Rewards, batch: Moments) -> Rewards:
-    """(r - mean) / (std + ε) over the whole batch's trajectories (REINFORCE++, arXiv 2501.03262)."""
+    """(r - mean) / (std + ε) over the whole batch's trajectories (REINFORCE++, arXiv 2501.03262 in its ninth
+    version, section 3.1)."""
     return (r - batch.mean) / (batch.std + EPSILON)

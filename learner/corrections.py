@@ -81,10 +81,12 @@ def correct(
         level: Whose ρ is the weight; of `none` it is 1.
         mean_weight: What weights are divided by: their mean over the kept tokens of the optimizer step.
 
-    Sources: weighing by ρ is Hilton et al.'s (arXiv 2110.00641, equation 3), truncating it Ionides' truncated
-    importance sampling (2008), dividing by the mean self-normalised importance sampling, masking single
-    tokens IcePop's (arXiv 2510.18855), masking whole completions by their mean log ρ where A < 0
-    DeepSeek-V3.2's (arXiv 2512.02556).
+    Sources: weights of tokens, Hilton et al. (arXiv 2110.00641, "Decoupled policy objectives"), of
+    completions, Precup et al. (ICML 2000, importance sampling of trajectories); cap, Ionides (J. Comput.
+    Graph. Stat. 17, 2008); mean weight, self-normalised importance sampling (Owen, Monte Carlo theory,
+    chapter 9); masks of tokens, IcePop (arXiv 2510.18855, equation 2), of completions, verl
+    (rollout_corr_math.md, section 3.4), by their mean log ρ where A < 0, DeepSeek-V3.2 (arXiv 2512.02556,
+    equation 9); veto, verl (section 3.5).
     """
     low, high = of.band
     tested = at_level(log_rho, sequences, of.mask_level).exp()
@@ -110,7 +112,7 @@ def correct(
 def tapered(ratios: Tensor, advantages: Tensor) -> Tensor:
     """1 where A > 0, min(ρ, 1) elsewhere, [N].
 
-    With ρ of whole completions it is TOPR's weight (arXiv 2503.14286), with A in the place of its reward. A
+    With ρ of whole completions it is TOPR's weight (arXiv 2503.14286, section 3), with A for its reward. A
     push up is bounded by itself: the likelier something is, the less is left to gain. A push down is not: the
     gradient of log π grows the rarer it has become. So what the policy has left already is let go, and what
     was right is trained however far the policy has gone from it.
@@ -122,8 +124,8 @@ def proximal_share(versions: Tensor, index: int, progress: float) -> Tensor:
     """How far the way from the policy that sampled to the current one the proximal policy lies, float32 [N].
 
     α = (v_prox - v) / (v_π - v), with v_prox the version that the batch began with and v_π that of the
-    current weights, which counts each of the batch's optimizer steps as its part of a version (A-3PO,
-    arXiv 2512.06547, whose v_π is a whole version ahead).
+    current weights, which counts each of the batch's optimizer steps as its part of a version (A-3PO's
+    staleness-aware coefficient, arXiv 2512.06547, whose v_π is a whole version ahead: its 1/d is 1 - α).
 
     Args:
         versions: int32 [N], of the tokens; at most `index`.
@@ -135,7 +137,8 @@ def proximal_share(versions: Tensor, index: int, progress: float) -> Tensor:
 
 
 def interpolated(logprobs: Tensor, behavior: Tensor, share: Tensor) -> Tensor:
-    """log μ + α·(log π - log μ), [N], a constant: the proximal policy without a pass (arXiv 2512.06547)."""
+    """log μ + α·(log π - log μ), [N], a constant: the proximal policy without a pass (arXiv 2512.06547, its
+    interpolation of log-probabilities)."""
     return behavior + share * (logprobs.detach() - behavior)
 
 

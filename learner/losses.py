@@ -68,6 +68,9 @@ def objective(
 ) -> tuple[Tensor, Metrics]:
     """A micro-batch's part of the loss, and its part of the metrics.
 
+    Each part's source is with its function; the entropy bonus is A3C's (arXiv 1602.01783, its regularisation
+    by the policy's entropy).
+
     Args:
         logprobs: float32 [N], log π of the targets at the sampling temperature.
         entropy: float32 [N], of π at the targets' positions.
@@ -187,7 +190,8 @@ def value_objective(
     """A micro-batch's part of the value model's loss, a mean over tokens, and of its metrics.
 
     ½·max((V - R)², (clip(V, V_old - c, V_old + c) - R)²): past the band a value gains nothing by coming
-    closer to its return, and is still driven back where it moved away.
+    closer to its return, and is still driven back where it moved away (value loss clipping: Huang et al., The
+    37 Implementation Details of PPO, ICLR blog track 2022, detail 9).
 
     Args:
         values: float32 [N], V of the targets' states.
@@ -250,9 +254,9 @@ def aggregate(
         per_token: [N].
         weights: [N], 0 for what is there only to fill up.
         sequences: int64 [N], 0 to B - 1; each sequence lies wholly in this micro-batch.
-        how: `token` divides by the batch's tokens (DAPO, arXiv 2503.14476); `sequence` takes the mean over
-            sequences of each one's token mean (arXiv 2402.03300); `constant` divides by sequences ·
-            max_length (arXiv 2503.20783).
+        how: `token` divides by the batch's tokens (DAPO, arXiv 2503.14476, section 3.3); `sequence` takes the
+            mean over sequences of each one's token mean (GRPO, arXiv 2402.03300, equation 3); `constant`
+            divides by sequences · max_length (Dr.GRPO, arXiv 2503.20783, section 3.2).
     """
     if how == "token":
         return (per_token * weights).sum() / total.tokens

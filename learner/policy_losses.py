@@ -57,7 +57,8 @@ def _clipped(r: Tensor, advantages: Tensor, low: float, high: float) -> Lost:
 
 
 def reinforce(logprobs: Tensor, advantages: Tensor) -> Tensor:
-    """-A·log π; the correction's weight makes it the importance-weighted policy gradient."""
+    """-A·log π (Williams, Machine Learning 8, 1992, sections 4 and 5, with A for the reinforcement less its
+    baseline); the correction's weight makes it the importance-weighted policy gradient."""
     return -advantages * logprobs
 
 
@@ -89,8 +90,9 @@ def dppo(
     plus penalty·(log π - log μ)² everywhere.
 
     A token is stopped where A > 0 and π - μ > high, or A < 0 and π - μ < -low: the total variation between π
-    and μ when all other tokens count as one (DPPO with its binary approximation, arXiv 2602.04879). Unlike a
-    band on the ratio it leaves rare tokens their way up and holds frequent ones.
+    and μ when all other tokens count as one (DPPO, arXiv 2602.04879, equation 12 with 13, its binary
+    approximation). Unlike a band on the ratio it leaves rare tokens their way up and holds frequent ones. The
+    penalty is not the paper's but prime-rl's, which names Kimi K2.5's (arXiv 2602.02276) for it.
     """
     moved = logprobs.detach().exp() - behavior.exp()
     stopped = ((advantages > 0) & (moved > high)) | ((advantages < 0) & (moved < -low))
@@ -99,7 +101,7 @@ def dppo(
 
 
 def m2po(logprobs: Tensor, behavior: Tensor, advantages: Tensor, trusted: Tensor) -> Lost:
-    """-A·π/μ at the trusted tokens, 0 at the others (arXiv 2510.01161).
+    """-A·π/μ at the trusted tokens, 0 at the others (arXiv 2510.01161, equation 5).
 
     Args:
         trusted: bool [N], as `trusted_limit` decides it over the whole batch.
