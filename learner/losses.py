@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from learner.algorithm import AlgorithmConfig, Estimator
-from learner.corrections import correct, interpolated, log_ratio, refuse_non_finite
+from learner.corrections import LOG_RATIO_LIMIT, correct, interpolated, log_ratio, refuse_non_finite
 from learner.packing import MicroBatch, ValueBatch
 from learner.policy_losses import policy_loss
 from learner.preference import PAIR_SUMS, over_pairs, pair_loss, sum_by_response
@@ -21,8 +21,9 @@ Metrics = dict[str, Tensor]
 METRICS = (
     "rho", "rho_squares", "behavior_k1", "behavior_k3", "entropy", "clipped", "masked", "vetoed", "capped",
     "reference_kl", "reference_k1", "tokens", "loss", "rho_max",
+    "inverse_rho_max",
 )  # fmt: skip
-"""They add up, but for `rho_max`, of which the largest counts."""
+"""They add up, but for those in `_max`, of which the largest counts."""
 PAIR_METRICS = tuple(dict.fromkeys((*METRICS, *PAIR_SUMS)))
 """Of online DPO."""
 VALUE_METRICS = ("loss", "clipped", "tokens")
@@ -180,6 +181,9 @@ def _summed(loss: Tensor, log_rho: Tensor, per_token: Metrics, batch: MicroBatch
     }
     sums = {name: (values.detach() * batch.weights).double().sum() for name, values in metrics.items()}
     sums["rho_max"] = (rho * batch.weights).max().double()
+    # Of the least ρ, so that what is there only to fill up has 0 here too.
+    inverse = (-log_rho).clamp(max=LOG_RATIO_LIMIT).exp()
+    sums["inverse_rho_max"] = (inverse * batch.weights).max().double()
     sums["loss"] = loss.detach().double()
     return sums
 

@@ -107,6 +107,7 @@ class StepReport:
         tokens = max(of.get("tokens", 0.0), 1.0)
         mean = {name: value / tokens for name, value in of.items()} if of.get("tokens") else {}
         updates = max(len(self.grad_norms), 1)
+        inverse = of.get("inverse_rho_max", 0.0)
         return {
             "loss": of.get("loss", 0.0) / updates,
             "lr": self.lr,
@@ -115,6 +116,7 @@ class StepReport:
             "tokens": self.trained_tokens,
             "gradient_fraction": of.get("tokens", 0.0) / max(self.trained_tokens, 1),
             "rho/mean": mean.get("rho"),
+            "rho/min": 1 / inverse if inverse else None,
             "rho/max": of.get("rho_max", 0.0),
             "ess": effective_share(of),
             "kl/k1": mean.get("behavior_k1", 0.0),

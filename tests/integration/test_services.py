@@ -96,6 +96,7 @@ def test_learner_then_a_server_of_two_ranks_then_buffer(experiment):
     for row in rows:
         assert row["staleness/max"] == 0
         assert row["rho/mean"] == pytest.approx(1, abs=1e-3)
+        assert row["rho/min"] == pytest.approx(1, abs=5e-3)
         assert row["rho/max"] == pytest.approx(1, abs=5e-3)
 
 

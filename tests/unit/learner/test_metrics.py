@@ -24,13 +24,14 @@ def trajectory(versions, mask):
 
 def test_means_are_over_the_tokens_of_all_updates_and_the_loss_over_updates():
     report = StepReport(lr=0.1, trained_tokens=50)
-    report.add(sums(10.0, rho=10.0, masked=1.0, rho_max=2.0, loss=0.5), 3.0, True)
-    report.add(sums(30.0, rho=50.0, masked=3.0, rho_max=1.5, loss=1.5), 5.0, False)
+    report.add(sums(10.0, rho=10.0, masked=1.0, rho_max=2.0, inverse_rho_max=1.25, loss=0.5), 3.0, True)
+    report.add(sums(30.0, rho=50.0, masked=3.0, rho_max=1.5, inverse_rho_max=4.0, loss=1.5), 5.0, False)
     row = report.row()
     assert row["tokens"] == 50
     assert row["gradient_fraction"] == 40 / 50
     assert row["rho/mean"] == pytest.approx(1.5)
     assert row["rho/max"] == 2.0
+    assert row["rho/min"] == 0.25
     assert row["mask_fraction"] == pytest.approx(0.1)
     assert row["loss"] == pytest.approx(1.0)
     assert row["grad_norm"] == pytest.approx(4.0)
@@ -41,6 +42,7 @@ def test_a_batch_without_gradient_has_no_ratio():
     row = StepReport(lr=0.1, trained_tokens=9).row()
     assert row["ess"] is None
     assert row["rho/mean"] is None
+    assert row["rho/min"] is None
     assert row["gradient_fraction"] == 0
 
 

@@ -112,6 +112,7 @@ def test_the_behavior_policy_is_measured_and_changes_nothing():
     rho = [math.exp(c - b) for c, b in zip(current, [-3.0, -0.1, -9.0, -2.0], strict=True)]
     assert float(found[1][2]["rho"]) == pytest.approx(sum(rho), rel=1e-5)
     assert float(found[1][2]["rho_max"]) == pytest.approx(max(rho), rel=1e-5)
+    assert 1 / float(found[1][2]["inverse_rho_max"]) == pytest.approx(min(rho), rel=1e-5)
 
 
 def test_a_filler_adds_nothing():
