@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from learner.algorithm import AlgorithmConfig
+from learner.algorithm import BYPASSING, LOSSES, AlgorithmConfig
 from learner.corrections import NonFiniteLogprob, ratio
 from learner.losses import Denominators, aggregate, kl, objective
 from learner.packing import MicroBatch, empty
@@ -37,77 +37,169 @@ def algorithm(**changes) -> AlgorithmConfig:
     return AlgorithmConfig.model_validate(changes)
 
 
-def oracle(logprobs, entropy, batch: MicroBatch, of: AlgorithmConfig) -> float:
-    """The loss, one token after the other."""
+def lost(of: AlgorithmConfig, logprob, old, moved, a, trusted):
+    """The policy loss of one token; `moved` is log π / π_old of its whole completion."""
+    r = (logprob - old).exp()
+    if of.loss == "reinforce":
+        return -a * logprob
+    if of.loss == "m2po":
+        return -a * r if trusted else 0 * logprob
+    low, high = of.clip
+    if of.loss == "dppo":
+        gone = math.exp(logprob.item()) - math.exp(old)
+        stopped = (a > 0 and gone > high) or (a < 0 and gone < -low)
+        return of.dppo.penalty * (logprob - old) ** 2 - (0 if stopped else a * r)
+    if of.loss == "cispo":
+        return -min(max(r.item(), 1 - low), 1 + high) * a * logprob
+    if of.loss == "gspo":
+        r = math.exp(sum(moved) / len(moved)) * (logprob - logprob.item()).exp()
+    limited = min(max(r.item(), 1 - low), 1 + high) * a
+    return 0 * logprob - limited if limited < r.item() * a else -r * a
+
+
+def oracle(logprobs, entropy, batch: MicroBatch, of: AlgorithmConfig) -> list[torch.Tensor]:
+    """What each token adds to the loss, one after the other.
+
+    Args:
+        logprobs: Scalars in float64, through which gradients flow.
+        entropy: The same.
+    """
     behavior, advantages = batch.behavior_logprobs.tolist(), batch.advantages.tolist()
-    sequences = batch.sequence_index.tolist()
-    proximal = logprobs if batch.proximal_logprobs is None else batch.proximal_logprobs.tolist()
-    total = 0.0
+    sequences, now = batch.sequence_index.tolist(), [x.item() for x in logprobs]
+    proximal = now if batch.proximal_logprobs is None else batch.proximal_logprobs.tolist()
+    trusted = [None] * len(now) if batch.trusted is None else batch.trusted.tolist()
+    old = proximal if of.correction.kind == "decoupled" else behavior
+    terms = []
     for i, logprob in enumerate(logprobs):
-        rho = math.exp(proximal[i] - behavior[i])
         mates = [j for j, s in enumerate(sequences) if s == sequences[i]]
-        weight = keep = 1.0
-        if of.correction.kind == "decoupled":
-            lowest, highest = of.correction.band
-            if not lowest <= rho <= highest:
-                keep = 0.0
-            if any(math.exp(proximal[j] - behavior[j]) < of.correction.veto_below for j in mates):
-                keep = 0.0
-            weight = rho * keep
-        a = advantages[i]
-        if of.loss == "ppo":
-            r = math.exp(logprob - (proximal[i] if of.correction.kind == "decoupled" else behavior[i]))
-            low, high = of.clip
-            loss = -min(r * a, min(max(r, 1 - low), 1 + high) * a)
-        else:
-            loss = -a * logprob
-        loss = weight * loss - keep * of.entropy * entropy[i]
+        rhos = [math.exp(proximal[j] - behavior[j]) for j in mates]
+        rho = math.exp(proximal[i] - behavior[i])
+        lowest, highest = of.correction.band
+        keep = float(lowest <= rho <= highest and min(rhos) >= of.correction.veto_below)
+        weight = {"none": 1, "token": rho, "geometric": math.prod(rhos) ** (1 / len(rhos))}[of.weight_level]
+        moved = [now[j] - old[j] for j in mates]
+        policy = lost(of, logprob, old[i], moved, advantages[i], trusted[i])
+        loss = keep * weight * policy - keep * of.entropy * entropy[i]
         if batch.reference_logprobs is not None:
             d = batch.reference_logprobs.tolist()[i] - logprob
-            estimate = {"k1": -d, "k2": d * d / 2, "k3": math.exp(d) - d - 1}[of.kl.estimator]
-            loss += keep * of.kl.coefficient * estimate
-        if of.aggregation == "token":
-            total += loss / TOTAL.tokens
-        if of.aggregation == "sequence":
-            total += loss / len(mates) / TOTAL.sequences
-        if of.aggregation == "constant":
-            total += loss / (TOTAL.sequences * TOTAL.max_length)
-    return total
+            estimate = {"k1": -d, "k2": d * d / 2, "k3": d.exp() - d - 1}[of.kl.estimate]
+            loss = loss + keep * of.kl.coefficient * estimate
+        share = {
+            "token": 1 / TOTAL.tokens,
+            "sequence": 1 / len(mates) / TOTAL.sequences,
+            "constant": 1 / (TOTAL.sequences * TOTAL.max_length),
+        }
+        terms.append(loss * share[of.aggregation])
+    return terms
 
 
+def scalars(numbers) -> list[torch.Tensor]:
+    """As float32 has them."""
+    numbers = torch.tensor(numbers, dtype=torch.float32).tolist()
+    return [torch.tensor(x, dtype=torch.float64, requires_grad=True) for x in numbers]
+
+
+POLICY_LOSSES = [loss for loss in LOSSES if loss != "dpo"]
+"""Of these the objective is made; pairs have theirs."""
+
+
+def settings_of(loss: str, correction: dict) -> dict:
+    clips = {"clip_low": 0.2, "clip_high": 0.3} if loss == "gspo" and correction["kind"] == "bypass" else {}
+    return {"loss": loss, "correction": correction, **clips}
+
+
+CORRECTIONS = [{"kind": "decoupled"}, {"kind": "bypass"}, {"kind": "bypass", "mask": "token", "veto": 1e-4}]
+OBJECTIVES = [
+    settings_of(loss, correction)
+    for loss in POLICY_LOSSES
+    for correction in CORRECTIONS
+    if loss not in BYPASSING or correction["kind"] == "bypass"
+]
 logprob = st.floats(-12, 0, width=32)
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=400)
 @given(
     rows=st.lists(
-        st.tuples(logprob, logprob, logprob, logprob, st.floats(-3, 3, width=32), st.integers(0, 3)),
+        st.tuples(
+            *(logprob, logprob, logprob, logprob),
+            *(st.floats(-3, 3, width=32), st.integers(0, 3), st.booleans()),
+        ),
         min_size=1,
         max_size=12,
     ),
-    loss=st.sampled_from(["ppo", "reinforce"]),
-    kind=st.sampled_from(["decoupled", "bypass"]),
+    made=st.sampled_from(OBJECTIVES),
     how=st.sampled_from(["token", "sequence", "constant"]),
     estimator=st.sampled_from(["k1", "k2", "k3"]),
     first_pass=st.booleans(),
 )
-def test_against_a_loop(rows, loss, kind, how, estimator, first_pass):
+def test_against_a_loop(rows, made, how, estimator, first_pass):
     rows = sorted(rows, key=lambda r: r[5])
-    current, behavior, proximal, reference, advantages, sequences = map(list, zip(*rows, strict=True))
-    of = algorithm(
-        loss=loss,
-        aggregate=how,
-        entropy=0.01,
-        correction={"kind": kind},
-        kl={"coefficient": 0.1, "estimator": estimator},
+    current, behavior, proximal, reference, advantages, sequences, trusted = map(
+        list, zip(*rows, strict=True)
     )
+    of = algorithm(aggregate=how, entropy=0.01, kl={"coefficient": 0.1, "estimator": estimator}, **made)
     batch = micro_batch(behavior, advantages, sequences, None if first_pass else proximal, reference)
+    batch = replace(batch, trusted=torch.tensor(trusted))
     entropy = [abs(x) for x in current]
     value, metrics = objective(
         torch.tensor(current), torch.tensor(entropy), batch, of, TOTAL, of.kl.coefficient
     )
-    assert float(value) == pytest.approx(oracle(current, entropy, batch, of), rel=2e-4, abs=2e-5)
+    terms = [x.item() for x in oracle(scalars(current), scalars(entropy), batch, of)]
+    # Large terms of either sign may cancel.
+    rounding = 2e-5 * (1 + sum(map(abs, terms)))
+    assert float(value) == pytest.approx(sum(terms), abs=rounding)
     assert float(metrics["tokens"]) == len(rows)
+
+
+POINTS = [
+    # sequence, log π, log μ, log π_prox, log π_ref, A, whether m2po trusts it
+    (0, -1.0, -1.2, -1.0, -1.0, 2.0, True),  # r = 1, and equal to the reference
+    (0, -0.7, -0.8, -1.2, -1.5, 2.0, False),  # above the clip, and asked to go up
+    (0, -1.5, -1.4, -1.1, -1.2, 2.0, True),  # below, and asked to come up
+    (0, -1.0, -1.1, -1.05, -0.5, 2.0, True),
+    (3, -0.9, -1.0, -1.4, -0.9, -1.5, True),  # above, and asked to come down
+    (3, -2.0, -1.7, -1.5, -2.5, -1.5, False),  # below, and asked to go down
+    (3, -0.3, -4.0, -0.4, -0.6, -1.5, True),  # masked: ρ is e^3.6, and as large between π and μ
+    (4, -1.0, -1.0, -1.1, -1.3, 0.5, True),  # vetoed by the next
+    (4, -12.0, -1.0, -12.1, -9.0, 0.5, True),
+    (7, -2.0, -2.0, -2.0, -1.9, -0.7, True),  # the same under all policies
+    (8, -1.0, -1.1, -1.0001, -1.2, 1.0, True),  # inside even gspo's clip
+    (9, -0.1, -2.0, -2.1, -0.2, 1.0, False),  # above even cispo's
+    (9, -0.2, -2.1, -2.2, -0.1, -1.0, True),
+]
+
+
+@pytest.mark.parametrize("first_pass", [True, False])
+@pytest.mark.parametrize("how", ["token", "sequence", "constant"])
+@pytest.mark.parametrize("entropy", [0.0, 0.01])
+@pytest.mark.parametrize("kl", [None, "k1", "k2", "k3"])
+@pytest.mark.parametrize(
+    "made", OBJECTIVES, ids=lambda made: "-".join([made["loss"], *map(str, made["correction"].values())])
+)
+def test_the_gradient_is_that_of_the_loop(made, kl, entropy, how, first_pass):
+    """Of logprobs and of entropies, at every kind of point that a loss or a correction tells from others."""
+    sequences, current, behavior, proximal, reference, advantages, trusted = map(
+        list, zip(*POINTS, strict=True)
+    )
+    distance = {"coefficient": 0.1, "estimator": kl} if kl else {}
+    of = algorithm(aggregate=how, entropy=entropy, kl=distance, **made)
+    batch = micro_batch(
+        behavior, advantages, sequences, None if first_pass else proximal, reference if kl else None
+    )
+    batch = replace(batch, trusted=torch.tensor(trusted))
+    spread = [0.5 + abs(x) for x in current]
+    inputs = torch.tensor(current, requires_grad=True), torch.tensor(spread, requires_grad=True)
+    value, metrics = objective(*inputs, batch, of, TOTAL, of.kl.coefficient)
+    if not first_pass:
+        assert (metrics["clipped"] > 0) == (of.loss != "reinforce"), "the points are to tell something"
+        assert (metrics["masked"] > 0) == (of.correction.mask_level != "none")
+        assert (metrics["vetoed"] > 0) == (of.correction.veto_below > 0)
+    found = torch.autograd.grad(value, inputs, materialize_grads=True)
+    slow = scalars(current), scalars(spread)
+    expected = torch.autograd.grad(sum(oracle(*slow, batch, of)), [*slow[0], *slow[1]], allow_unused=True)
+    numbers = [0.0 if x is None else float(x) for x in expected]
+    assert torch.cat(found).tolist() == pytest.approx(numbers, rel=1e-5, abs=1e-9)
 
 
 def gradient(batch, of, current):
@@ -148,11 +240,12 @@ def test_the_ratio_is_exp_exactly():
     assert float(r) == pytest.approx(-math.exp(-3), rel=1e-6)
 
 
-def test_a_huge_ratio_stays_finite_and_is_not_trained():
-    got, metrics = gradient(micro_batch([-500.0], [1.0], [0]), algorithm(), [-0.1])
-    assert got.tolist() == [0.0]
-    assert all(torch.isfinite(m) for m in metrics.values())
-    assert float(metrics["masked"]) == 1
+def test_a_huge_ratio_and_a_tiny_one_stay_finite_and_are_not_trained():
+    for behavior, current in ((-500.0, -0.1), (-0.1, -500.0)):
+        got, metrics = gradient(micro_batch([behavior], [1.0], [0]), algorithm(), [current])
+        assert got.tolist() == [0.0]
+        assert all(torch.isfinite(m) for m in metrics.values())
+        assert float(metrics["masked"]) == 1
 
 
 def test_clipping_stops_the_gradient_on_the_far_side_only():
@@ -213,6 +306,7 @@ def test_effective_sample_size_and_distances_come_from_the_sums():
     assert float(m["rho"]) == pytest.approx(sum(rho))
     assert float(m["rho_squares"]) == pytest.approx(sum(x * x for x in rho))
     assert float(m["rho_max"]) == pytest.approx(max(rho))
+    assert 1 / float(m["inverse_rho_max"]) == pytest.approx(min(rho))
     assert float(m["behavior_k1"]) == pytest.approx(0, abs=1e-6)
     assert float(m["behavior_k3"]) == pytest.approx(sum(x - 1 - math.log(x) for x in rho), rel=1e-5)
 
@@ -237,19 +331,3 @@ def test_kl_estimators_are_zero_at_equal_policies_and_k3_is_never_negative():
     for estimator in ("k1", "k2", "k3"):
         assert float(kl(x, x, estimator).abs().max()) == 0
     assert float(kl(x, torch.flip(x, (0,)), "k3").min()) >= 0
-
-
-def test_the_whole_objective_passes_a_gradient_check():
-    """Float64 through the formulas that take it, away from the kinks of the clip."""
-    old = torch.tensor([-1.0, -2.0, -0.5], dtype=torch.float64)
-    advantages = torch.tensor([1.0, -1.0, 0.5], dtype=torch.float64)
-    x = torch.tensor([-1.05, -1.9, -0.55], dtype=torch.float64, requires_grad=True)
-
-    def f(logprobs):
-        return -(torch.exp(logprobs - old) * advantages).sum() + (0.1 * (old - logprobs) ** 2).sum()
-
-    (expected,) = torch.autograd.grad(f(x), x)
-    y = x.detach().float().requires_grad_()
-    policy, _ = ppo(y, old.float(), advantages.float(), 0.2, 0.2)
-    (got,) = torch.autograd.grad((policy + 0.2 * kl(y, old.float(), "k2")).sum(), y)
-    assert torch.allclose(got.double(), expected, atol=1e-6)
