@@ -5,6 +5,7 @@ Knows nothing of what the services do; `launch/local.py` says which there are. E
 """
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -15,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from buffer.ending import ended
 from rollout.engine_log import named_error
 
 GUARD = Path(__file__).with_name("guard.py")
@@ -28,7 +30,7 @@ LOOKED_AT_BYTES = 1 << 18
 """Of a log's end."""
 LONGEST_LINE = 400
 """Characters of a log's line that are shown."""
-TORCHRUN_NOISE = ("torch/distributed/elastic", "torch/distributed/run.py", "torch/distributed/launcher")
+TORCHRUN_NOISE = re.compile(r"[IWE]\d{4} [\d:.]+ \d+ \S*torch/distributed/(elastic|run\.py|launcher)")
 
 
 @dataclass(frozen=True)
@@ -94,10 +96,7 @@ class Child:
     def failure(self) -> Failure:
         code = self.code
         assert code is not None
-        name = signal.Signals(code - 128).name if code - 128 in set(signal.Signals) else None
-        reason = f"was ended by {name}" if name else f"ended with code {code}"
-        if name == "SIGKILL":
-            reason += " (by hand, or by the kernel when memory ran out)"
+        reason = ended(128 - code if code - 128 in set(signal.Signals) else code)
         if shutil.disk_usage(self.log.parent).free < FULL_BYTES:
             reason += "; the disk of its log is full, which may be why"
         lines = last_lines(self.log, self.offset)
@@ -216,7 +215,7 @@ class Supervisor:
 
 
 def last_lines(log: Path, offset: int = 0, count: int = 15) -> list[str]:
-    """The end of a log, written after `offset` bytes; of torchrun's account of a death the rank's part."""
+    """The end of a log, written after `offset` bytes, without what torchrun says of itself."""
     return [_cut(line) for line in _own_lines(log, offset)][-count:]
 
 
@@ -231,9 +230,7 @@ def _own_lines(log: Path, offset: int) -> list[str]:
         size = file.seek(0, os.SEEK_END)
         file.seek(max(offset, size - LOOKED_AT_BYTES))
         lines = file.read().decode(errors="replace").splitlines()
-    told = next((i for i, line in enumerate(lines) if any(n in line for n in TORCHRUN_NOISE)), len(lines))
-    before = [line for line in lines[:told] if line.strip()]
-    return before or [line for line in lines if line.strip()]
+    return [line for line in lines if line.strip() and not TORCHRUN_NOISE.match(line)]
 
 
 def _cut(line: str) -> str:

@@ -7,6 +7,7 @@ Ctrl-C comes to the ranks at the same time, which end as they see fit.
 import sys
 
 from buffer.ctrl_c import end_at_ctrl_c
+from buffer.ending import ended
 
 
 def main() -> None:
@@ -21,9 +22,7 @@ def main() -> None:
         sys.exit(128 + error.sigval)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
-        code = failure.exitcode
-        ending = f"was ended by signal {-code}" if code < 0 else f"ended with code {code}"
-        sys.exit(f"rank {rank} {ending}")
+        sys.exit(f"rank {rank} {ended(failure.exitcode)}")
 
 
 if __name__ == "__main__":

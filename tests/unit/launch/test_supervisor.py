@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from launch.services import torchrun
 from launch.supervisor import LONGEST_LINE, Service, Supervisor, last_error, last_lines
 
 DEADLINES_S = {"first": 1.0, "second": 1.0}
@@ -225,12 +226,28 @@ def test_the_second_interrupt_ends_everything_at_once(tmp_path):
 def test_last_lines_leave_out_torchruns_own_account(tmp_path):
     log = tmp_path / "learner.log"
     log.write_text(
-        "old run\nvalueless\nValueError: the reason\n"
+        "old run\nW1129 14:59:00.332000 17 torch/distributed/run.py:874] Setting OMP_NUM_THREADS\n"
+        "valueless\nValueError: the reason\n"
         "E1129 15:00:00 17 torch/distributed/elastic/multiprocessing/api.py:882] failed (exitcode: 1)\n"
-        "Traceback (most recent call last):\n  torch.distributed.elastic ChildFailedError\n"
+        "rank 1 ended with code 1\n"
     )
-    assert last_lines(log, offset=len("old run\n")) == ["valueless", "ValueError: the reason"]
-    assert last_lines(log, count=1) == ["ValueError: the reason"]
+    told = ["valueless", "ValueError: the reason", "rank 1 ended with code 1"]
+    assert last_lines(log, offset=len("old run\n")) == told
+    assert last_lines(log, count=1) == told[-1:]
+
+
+def test_a_rank_that_is_killed_is_told_by_name(tmp_path):
+    (tmp_path / "ranks.py").write_text(
+        "import os, signal, time\n"
+        "if os.environ['RANK'] == '1': os.kill(os.getpid(), signal.SIGKILL)\n"
+        "time.sleep(600)\n"
+    )
+    service = Service("value", "value", [*torchrun(2)[:-1], str(tmp_path / "ranks.py")])
+    with Supervisor([service], tmp_path, DEADLINES_S) as supervisor:
+        supervisor.children[0].process.wait(120)  # it imports torch
+        failure = supervisor.check()
+    assert failure is not None
+    assert failure.lines == ["rank 1 was ended by SIGKILL (by hand, or by the kernel when memory ran out)"]
 
 
 def test_a_long_line_is_cut(tmp_path):
