@@ -102,8 +102,8 @@ class ValueClient(ApartClient):
         that need the micro-batches of both."""
         while True:
             await asyncio.sleep(WATCH_S)
-            if not self._session:
-                continue
+            if not self._place:
+                continue  # `start` waits for it
             try:
                 await self._in_step(Task("follow"))
             except (Refusal, Unreachable) as error:

@@ -150,6 +150,23 @@ def test_a_model_that_follows_another_start_is_told_to_load_once_and_makes_the_l
     asyncio.run(go())
 
 
+def test_a_start_that_takes_its_time_is_not_out_of_step(address, caplog):
+    async def go():
+        model = Model(address)
+        model.lets_load.clear()
+        async with client(address) as of:
+            started = asyncio.create_task(of.start("s", 0))
+            await asyncio.sleep(0.3)
+            model.lets_load.set()
+            await started
+            await asyncio.sleep(0.3)
+        await model.close()
+        assert model.did == [("load", 0, 0)]
+
+    asyncio.run(go())
+    assert "out of step" not in caplog.text
+
+
 def test_copies_that_wait_for_nothing_make_the_lost_updates_again_for_those_that_do(address):
     async def go():
         model = Model(address)
@@ -181,10 +198,11 @@ def test_copies_of_which_one_does_not_know_of_the_checkpoint_yet_come_to_the_sam
             await model.close()
             model = Model(address)
             # The second copy had the start loaded, and waits for the first one's update.
+            place = one._place
             while ("load", 0, 0) not in model.did:
-                one._session, session = "", "s"
+                one._place = ""
                 await asyncio.sleep(0.02)
-            one._session = session
+            one._place = place
             await one.saved(1, 4)
             found = await asyncio.wait_for(one.values(1, work(5)), 20)
             assert found.tolist() == [1, 1]
