@@ -85,7 +85,7 @@ class Publishing:
             if late:
                 raise NoMembers(
                     f"no rollout server joined within {self._join_timeout_s:g} s (sync.join_timeout_s); "
-                    "start one, with the same sync.address and name"
+                    "start one with the same sync.address and name, or give one that still loads more time"
                 )
 
     def publish(self, version: int) -> None:

@@ -23,8 +23,8 @@ class SyncConfig(BaseModel):
     memory that the learner shares with them."""
     bucket_mib: int | None = Field(default=None, ge=1)
     """Bytes broadcast at a time; null takes 64 on CPU and 512 on GPU."""
-    join_timeout_s: float = Field(default=300.0, gt=0)
-    """How long the first publish waits for the first member."""
+    join_timeout_s: float = Field(default=1200.0, gt=0)
+    """How long the first publish waits for the first member: an engine may load a large model for minutes."""
     transfer_timeout_s: float = Field(default=60.0, gt=0)
     """Deadline of each phase of a publish: regroup, each bucket, load."""
     heartbeat_timeout_s: float = Field(default=30.0, gt=0)

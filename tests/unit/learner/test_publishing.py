@@ -6,7 +6,9 @@ import pytest
 
 from learner import parallel
 from learner.config import ParallelConfig
+from learner.layout_config import ReferenceConfig
 from learner.publishing import NoMembers, Publishing
+from sync.config import SyncConfig
 
 
 class Sender:
@@ -52,3 +54,7 @@ def test_a_signal_ends_the_wait_for_the_first_member():
 def test_nobody_within_the_time_is_told():
     with pytest.raises(NoMembers, match=r"no rollout server joined within 0\.05 s"):
         Publishing(None, Sender(1000), None, 0.05).await_member(lambda: False)
+
+
+def test_a_server_has_as_long_to_load_its_model_as_those_beside_the_learner():
+    assert SyncConfig().join_timeout_s == ReferenceConfig(address="tcp://127.0.0.1:1").timeout_s
