@@ -3,7 +3,7 @@
     python benchmarks/stale_clock.py [--staleness 0 1 2 4 8] [--seeds 1 2 3]
 
 The made model of `pinned_runs.py` learns to write even words, the learner on one core and the rollout server
-on the other, with the correction that a file without a word about it gets. The server may hold eight
+on the other, with `decoupled` and no taper: each word is paid for itself. The server may hold eight
 batches' worth of groups, so that a bound of 8 is used. The same number of versions for all; what counts is
 the score of the last version on the same prompts, and the seconds until the training reward is there.
 Writes benchmarks/results/stale_clock.json and its picture in docs/pictures/. Let nothing else run meanwhile.
@@ -45,7 +45,10 @@ def one(staleness: int, seed: int, options: argparse.Namespace) -> dict[str, Any
         options.steps,
         buffer={"max_staleness": staleness, "groups_per_batch": 4},
         rollout={"max_groups": 32, "engine": engine},
-        learner={"optimizer": {"lr": options.rate}},
+        learner={
+            "optimizer": {"lr": options.rate},
+            "algorithm": {"correction": {"taper": False}},
+        },
     )
     source = e.data.train
     evaluation = {"source": source, "samples": 4}
