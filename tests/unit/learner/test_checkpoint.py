@@ -192,6 +192,16 @@ def test_a_resume_brings_back_weights_moments_generators_and_position(make, tmp_
     )
 
 
+@pytest.mark.parametrize("keep", [1, 2, 3])
+def test_only_the_newest_are_kept(make, tmp_path, keep):
+    checkpoints, trainable, steps = Checkpoints(tmp_path, keep, SETUP), make(), [3, 8, 9, 20, 21]
+    for made, step in enumerate(steps, 1):
+        checkpoints.save(step, trainable)
+        left = sorted(p.name for p in (tmp_path / "checkpoints").iterdir())
+        assert left == [f"step-{kept:06d}" for kept in steps[max(0, made - keep) : made]]
+    assert checkpoints.resume(make()) == 21
+
+
 def test_leftovers_are_cleared_once_no_value_model_can_be_writing_into_one(make, tmp_path):
     leftover = tmp_path / "checkpoints" / ".step-000015.tmp"
     leftover.mkdir(parents=True)

@@ -38,10 +38,15 @@ SIZES = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 128,
 }
+SMOLLM_SIZES = {"hidden_size": 72, "num_attention_heads": 9, "num_key_value_heads": 3}
+"""Heads as SmolLM2-135M's: odd numbers of them, three queries to a key."""
+SMOLLM_ROPE = {"rope_type": "default", "rope_theta": 100000.0}
 EXPERTS = {"head_dim": 16, "num_experts": 6, "moe_intermediate_size": 24}
 MODELS = {
     "llama": LlamaConfig(**SIZES, tie_word_embeddings=True, head_dim=8),
     "llama-3": LlamaConfig(**SIZES, rope_parameters=LLAMA3_ROPE, rms_norm_eps=1e-5, head_dim=8),
+    "llama-2": LlamaConfig(**(SIZES | {"num_key_value_heads": 6}), head_dim=8),
+    "smollm": LlamaConfig(**(SIZES | SMOLLM_SIZES), rope_parameters=SMOLLM_ROPE, tie_word_embeddings=True),
     "qwen2": Qwen2Config(**SIZES, tie_word_embeddings=True),
     "qwen3": Qwen3Config(**SIZES, head_dim=16),
     "mistral": MistralConfig(**SIZES, sliding_window=None, head_dim=8),
