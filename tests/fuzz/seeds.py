@@ -87,3 +87,7 @@ def a_number(value: Any) -> float:
     assert type(value) is float
     assert math.isfinite(value)
     return value
+
+
+def of_schema(raw: bytes, schema: int) -> None:
+    assert a_count(msgpack.unpackb(raw)["schema"]) == schema

@@ -20,6 +20,7 @@ from seeds import (
     a_count,
     a_number,
     a_text,
+    of_schema,
 )
 
 from buffer import groups, wire
@@ -52,6 +53,7 @@ def test_buffer_requests(raw, key):
             request = wire.decode_request(raw, "run", key)
         except Refusal:
             return
+    of_schema(raw, wire.SCHEMA)
     assert request.run_id == "run"
     assert request.verb in wire.VERBS[request.role]
     assert key is None or request.role in wire.ROLES_OF_KEY[key]
@@ -182,10 +184,11 @@ ONE_ROW = [["a", "bfloat16", [3, 4], 0]]
     st.one_of(mutated(ROWS), trees()),
     faults=[
         *((tree,) for tree in faults(ROWS)),
-        ({"bucket_bytes": 4096, "tensors": ONE_ROW * 2},),
+        ({"bucket_bytes": 4096, "tensors": [*ONE_ROW, ["a", "bfloat16", [3, 4], 256]]},),
         ({"bucket_bytes": 4096, "tensors": ONE_ROW * 1_000_001},),
         ({"bucket_bytes": 4096, "tensors": [["a" * 1025, "int8", [], 0]]},),
         ({"bucket_bytes": 4096, "tensors": [["a", "int8", [1] * 17, 0]]},),
+        ({"bucket_bytes": 4096, "tensors": [["a", "int8", [-1], 0]]},),
         ({"bucket_bytes": 4096, "tensors": [["a", "int8", [1 << 23, (1 << 22) + 1], 0]]},),
     ],
 )
@@ -242,6 +245,7 @@ def test_scorer_requests(raw, frames):
             request = scorer_wire.decode_request([raw, *frames], "run", "helpful")
         except Refusal:
             return
+    of_schema(raw, scorer_wire.SCHEMA)
     assert (request.run_id, request.reward) == ("run", "helpful")
     a_text(request.request_id, 64)
     a_text(request.name)
@@ -305,11 +309,14 @@ def apart_faults():
             yield header, frames[:place] + frames[place + 1 :], served
         yield header, [*frames, b""], served
         yield header, frames, SERVED[1 - kind]
-    # What only another verb has.
-    (header, *frames), hello = APART[1], APART_TREES[0]
-    yield packed(hello | {"works": 1}), frames, SERVED[0]
-    targets = [np.zeros(8, "<i4").tobytes()] * 2
-    yield header, [*frames[:2], *targets], SERVED[0]
+    # What only another verb has; and frames that agree with each other on what must not be.
+    hello, (header, part, *arrays) = APART_TREES[0], APART[1]
+    yield packed(hello | {"works": 1}), [part, *arrays], SERVED[0]
+    zeros = np.zeros(17, "<i4").tobytes()
+    yield header, [part, arrays[0], *[zeros[: 4 * 8]] * 2], SERVED[0]
+    for segments, token_ids in (([[2, 1, 2], [2]], arrays[0]), ([[8, 9]], zeros)):
+        fault = packed(msgpack.unpackb(part) | {"segments": segments})
+        yield header, [fault, token_ids, *arrays[1:]], SERVED[0]
 
 
 @fuzzed(100, messages(*APART_TREES), apart_frames, st.sampled_from(SERVED), faults=apart_faults())
@@ -320,6 +327,7 @@ def test_requests_to_models_on_ranks_of_their_own(raw, frames, served):
             request = apart_wire.decode_request([raw, *frames], served)
         except Refusal:
             return
+    of_schema(raw, apart_wire.SCHEMA)
     assert (request.run_id, request.weights) == ("run", "weights")
     a_text(request.request_id, 64)
     a_text(request.name)

@@ -9,7 +9,7 @@ import pytest
 from counting import fuzzed, within
 from hypothesis import strategies as st
 from mutations import cell_faults, faults, messages, packed
-from seeds import ARRAYS, KIB, META, META_TREE, a_count, a_number, a_text, made_group
+from seeds import ARRAYS, KIB, META, META_TREE, a_count, a_number, a_text, made_group, of_schema
 
 from buffer import wire
 from buffer.client import BufferClient
@@ -39,7 +39,7 @@ class Says:
     heard = math.inf
 
     def __init__(self, envelope, raw, frames=()):
-        self._envelope, self._raw, self._frames = envelope, raw, [memoryview(frame) for frame in frames]
+        self.envelope, self.raw, self._frames = envelope, raw, [memoryview(frame) for frame in frames]
 
     async def __aenter__(self):
         return self
@@ -48,7 +48,7 @@ class Says:
         pass
 
     async def ask(self, *_):
-        _, reply = self._envelope.open_reply(self._raw)
+        _, reply = self.envelope.open_reply(self.raw)
         return reply, self._frames
 
 
@@ -62,9 +62,12 @@ def answered(client, says, question):
 
     with within(KIB):
         try:
-            return RUNNER.run(ask())
+            found = RUNNER.run(ask())
         except Refusal:
             return None
+    of_schema(says.raw, says.envelope.schema)
+    assert "refused" not in msgpack.unpackb(says.raw)
+    return found
 
 
 ANSWERS = {
@@ -105,6 +108,7 @@ def of_a_buffer(raw, verb, frames=()):
             for tree in faults(reply)
         ),
         *((packed(tree), "status") for tree in faults(REFUSED)),
+        *((packed(reply | REFUSED), verb) for verb, reply in REPLIES.items() if verb != "batch"),
     ],
 )
 def test_buffer_replies(raw, verb):
@@ -144,6 +148,7 @@ def test_buffer_replies(raw, verb):
         ),
         (packed(REPLIES["batch"]), [META, bytes(ARRAYS[:-4])]),
         (packed(REPLIES["batch"] | {"groups": 0}), []),
+        (packed(REPLIES["batch"] | REFUSED), GROUP),
     ],
 )
 def test_batches_from_a_buffer_that_talks_nonsense(raw, frames):
@@ -179,6 +184,7 @@ WORDS = scorer_wire.Words("prompt", "completion", ended=True)
     faults=[
         *((packed(tree),) for reply in SCORES for tree in faults(reply)),
         (packed(WELCOME | {"model": "x" * 4097}),),
+        *((packed(reply | UNSCORED),) for reply in (SCORE, WELCOME)),
     ],
 )
 def test_scorer_replies(raw):
@@ -212,6 +218,7 @@ PASS = apart_wire.Task("values", (Work(((1, 2),), np.arange(3, dtype=np.int32), 
         *((packed(tree), [VALUES]) for reply in APART_REPLIES for tree in faults(reply)),
         *((packed(FOUND), [frame]) for frame in cell_faults(VALUES)),
         *((packed(FOUND), frames) for frames in ([], [VALUES] * 2)),
+        (packed(FOUND | UNDONE), [VALUES]),
     ],
 )
 def test_replies_of_models_on_ranks_of_their_own(raw, frames):
