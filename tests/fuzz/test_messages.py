@@ -246,6 +246,8 @@ def test_scorer_requests(raw, frames):
         except Refusal:
             return
     of_schema(raw, scorer_wire.SCHEMA)
+    asked = {scorer_wire.Ids: "score_ids", scorer_wire.Words: "score_text", type(None): "hello"}
+    assert msgpack.unpackb(raw)["verb"] == asked[type(request.work)]
     assert (request.run_id, request.reward) == ("run", "helpful")
     a_text(request.request_id, 64)
     a_text(request.name)
