@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from buffer.experiment import load
-from launch.experiment import WholeExperiment
+from launch.experiment import WholeExperiment, addresses
 from launch.pipeline import PipelineConfig
+from learner.layout_config import ReferenceConfig, ValueRanksConfig
 from learner.offline.config import OfflineExperiment
 
 HOME = Path(__file__).parents[2]
@@ -87,7 +88,10 @@ def test_no_other_distribution_claims_our_names():
     assert spec.origin == str(HOME / "buffer" / "__init__.py")
 
 
-@pytest.mark.parametrize("path", sorted((HOME / "configs").glob("**/*.yaml")), ids=lambda p: p.stem)
+CONFIGS = sorted((HOME / "configs").glob("**/*.yaml"))
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda p: p.stem)
 def test_every_config_is_an_experiment(path):
     text = path.read_text()
     if "\nstages:" in text:
@@ -95,6 +99,17 @@ def test_every_config_is_an_experiment(path):
         return
     schema = OfflineExperiment if "\nstage:" in text else WholeExperiment
     assert load(path, [], schema).name == path.stem
+
+
+@pytest.mark.parametrize("path", [p for p in CONFIGS if "\nstage" not in p.read_text()], ids=lambda p: p.stem)
+def test_no_two_services_of_a_config_listen_at_one_address(path):
+    """Nor does one listen where a job does that an override adds."""
+    added = {
+        f"{of.KEY}.address": of.model_fields["address"].default for of in (ReferenceConfig, ValueRanksConfig)
+    }
+    found = (added | addresses(load(path, [], WholeExperiment))).values()
+    fixed = [address for address in found if not address.endswith(":0")]
+    assert len(set(fixed)) == len(fixed), fixed
 
 
 @pytest.mark.parametrize("loop", sorted(LOOPS))
