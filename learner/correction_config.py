@@ -124,7 +124,10 @@ class CorrectionConfig(Section):
     def _weighs_by_something_finite(self) -> Self:
         idle = changed(self, "cap", "normalize", "taper")
         if self.weight == "none" and idle:
-            raise ValueError(f"weight none is 1 everywhere, so {', '.join(idle)} would do nothing; remove it")
+            raise ValueError(
+                f"weight none is 1 everywhere, so {', '.join(idle)} would change no weight; remove it, or "
+                "weight none"
+            )
         idle = changed(self, "cap", "normalize")
         if self.taper and idle:
             raise ValueError(
