@@ -76,7 +76,13 @@ class Encoder:
         Raises:
             PromptRefused: `too_long` when a response that it cannot do without does not fit; `bad_row` when
                 the prompt, or what stands between a conversation's answers, cannot be rendered.
+            ValueError: The tokenizer can render no row of chat messages, whatever is in it.
         """
+        if not isinstance(example.prompt, str) and self._tokenizer.chat_template is None:
+            raise ValueError(
+                f"{self._tokenizer.name_or_path}: the tokenizer has no chat template, and the rows have chat "
+                "messages; expected one in the model's folder (chat_template.jinja), or prompts of text"
+            )
         if self._every_turn and example.learned:
             return self._conversation(example)
         prompt = example.prompt if isinstance(example.prompt, str) else list(example.prompt)

@@ -3,6 +3,7 @@
 import logging
 from collections import Counter
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -57,6 +58,18 @@ class ExampleFeed:
         self._encoder = encoder
         self._stage = stage
         self._batch_size = batch_size
+
+    def check_first(self) -> None:
+        """Look at the first row, and stay before it.
+
+        Raises:
+            ValueError: It cannot be read, or no row like it can be trained on.
+        """
+        begun = self._rows.position
+        with suppress(PromptRefused):
+            for row in self._rows.take(1):
+                self._encoder.encode(row)
+        self._rows.seek(begun)
 
     def next(self) -> Share:
         """The next step's.

@@ -66,6 +66,7 @@ def _assemble(experiment: OfflineExperiment, stop: StopFlag, stack: ExitStack) -
     # The data is opened before the model: a mistake in it is told at once.
     rows = open_stream(experiment.data, experiment.seed, experiment.stage.kind)
     feed = ExampleFeed(rows, encoder, stage, learner.batch_size, experiment.data.epochs)
+    feed.check_first()
     steps = min(n for n in (learner.steps, feed.steps()) if n is not None)
     check_start(experiment)
     model = _build(experiment, stage, learner.lora)

@@ -82,8 +82,15 @@ def test_cutting_takes_the_prompts_beginning_and_the_responses_end_mark(tokenize
 
 
 def test_a_prompt_that_cannot_be_rendered_is_refused(tokenizer):
-    with pytest.raises(PromptRefused, match="bad_row"):
+    tokenizer.chat_template = "{{ raise_exception('no users here') }}"
+    with pytest.raises(PromptRefused, match="bad_row: the chat template refuses it: no users here"):
         encoder(tokenizer).encode(example(({"role": "user", "content": "a"},), "b"))
+
+
+def test_chat_rows_end_the_stage_where_the_tokenizer_has_no_template_for_any(tokenizer):
+    with pytest.raises(ValueError, match="the tokenizer has no chat template") as told:
+        encoder(tokenizer).encode(example(({"role": "user", "content": "a"},), "b"))
+    assert not isinstance(told.value, PromptRefused), "which is told of a single row"
 
 
 def test_a_tokenizer_without_an_end_mark_is_refused(tokenizer):

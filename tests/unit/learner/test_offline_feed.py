@@ -22,6 +22,8 @@ class Letters:
     def encode(self, example: Example) -> Encoded:
         if "x" in example.prompt:
             raise PromptRefused("too_long", "x")
+        if "!" in example.prompt:
+            raise ValueError("of every row")
         ids = [np.array([ord(c) for c in text], np.int32) for text in (example.prompt, *example.responses)]
         return Encoded(ids[0], tuple(ids[1:]), example.scores, cut=example.prompt == "c")
 
@@ -58,10 +60,10 @@ def test_every_rank_takes_its_own_rows_of_the_same_step(as_rank):
     assert taken == ["adg", "be", "cf"]
 
 
-def feed(tmp_path, epochs=None):
+def feed(tmp_path, epochs=None, letters="abcdefg"):
     path = tmp_path / "rows.jsonl"
     path.write_text(
-        "".join(f'{{"prompt": "{p}", "response": ["a", "b"], "score": [1, 0]}}\n' for p in "abcdefg")
+        "".join(f'{{"prompt": "{p}", "response": ["a", "b"], "score": [1, 0]}}\n' for p in letters)
     )
     data = DataConfig.model_validate({"train": {"kind": "jsonl", "path": str(path)}, "epochs": epochs})
     return ExampleFeed(open_stream(data, 1, "reward"), Letters(), STAGE, 3, epochs)
@@ -103,3 +105,12 @@ def test_a_place_in_the_data_is_found_again(as_rank, tmp_path):
     first.next()
     again.seek(first.position)
     assert [prompts(first.next()) for _ in range(4)] == [prompts(again.next()) for _ in range(4)]
+
+
+def test_the_first_row_is_looked_at_and_not_taken(as_rank, tmp_path):
+    looked, other = feed(tmp_path), feed(tmp_path)
+    looked.check_first()
+    assert [prompts(looked.next()) for _ in range(3)] == [prompts(other.next()) for _ in range(3)]
+    feed(tmp_path, letters="x").check_first()  # one row that does not fit says nothing of the others
+    with pytest.raises(ValueError, match="of every row"):
+        feed(tmp_path, letters="!").check_first()
