@@ -10,6 +10,8 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any
 
+import numpy as np
+
 from buffer.config import BufferConfig
 from launch.history import History, Record
 from launch.overview import seconds_of
@@ -18,8 +20,11 @@ from launch.simulation import Costs, Outcome, Setting, simulate
 STEPS, WARM_UP = 80, 15
 CLOSE = 0.05
 """A setting this little slower than the fastest is as good, if it needs fewer servers or less staleness."""
-LINES_TO_FIT = 20
-"""Lines of a server with work in hand that the contention is fitted to, at least."""
+TOLD_APART = 2.0
+"""Sum over the groups of the square of how far off the mean their numbers in hand lie, as a share of it, at
+least: where the seconds of a token scatter by 15 %, these then tell how they rise with it to within 10 %."""
+UNTOLD_CONTENTION = 1.0
+"""Of a run that cannot tell: more groups in hand are then promised nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,10 +66,10 @@ def calibrate(history: History, generates: bool = True) -> Costs:
     groups = sum(float(r["groups"]) for r in records)
     if not generates:
         return Costs((0.0,), 1.0, spent / groups, send, load, pause)
-    lines = busy(history)
-    if not lines:
+    if not busy(history):
         raise ValueError(f"{history.run_dir}: no server wrote what it had in hand (metrics/rollout-….jsonl)")
-    contention = fit_contention(lines)
+    fitted = fit_contention(history)
+    contention = UNTOLD_CONTENTION if fitted is None else fitted
     slower = 1 + contention * (in_hand(history) - 1)
     work = tuple(seconds / slower for seconds in group_seconds(history))
     return Costs(work, contention, spent / groups, send, load, pause)
@@ -158,16 +163,9 @@ def group_seconds(history: History) -> list[float]:
     """From lease to delivery, of every training group but each server's first, which pay for the engine's
     warming up; of a run whose servers did not tell, the mean by Little's law: groups in hand over groups a
     second."""
-    told, first = [], []
-    for lines in history.servers.values():
-        of = [s for line in lines for s in line.get("group_seconds") or ()]
-        in_hand_at_first = math.ceil(
-            max((float(line.get("groups_in_hand") or 0) for line in lines), default=0)
-        )
-        first += of[:in_hand_at_first]
-        told += of[in_hand_at_first:]
+    told, first = _warm(history, ("group_seconds",))
     if told or first:
-        return told or first
+        return [seconds for (seconds,) in told or first]
     held = rate = 0.0
     for lines in history.servers.values():
         working = [line for line in lines if float(line.get("busy_s") or 0) > 0]
@@ -180,26 +178,37 @@ def group_seconds(history: History) -> list[float]:
     return [held / rate]
 
 
-def fit_contention(lines: Sequence[Record]) -> float:
-    """How much groups in hand slow each other down, of tokens a second against groups in hand n: least
-    squares for n / rate = (1 − c + c · n) / alone. 1 where a run cannot tell: more in hand is then promised
-    nothing.
+def _warm(history: History, keys: Sequence[str]) -> tuple[list[tuple[float, ...]], list[tuple[float, ...]]]:
+    """Of every training group what its server's lines have under these keys: of those behind each server's
+    first, and of these."""
+    told: list[tuple[float, ...]] = []
+    first: list[tuple[float, ...]] = []
+    for lines in history.servers.values():
+        of = [row for line in lines for row in zip(*(line.get(key) or () for key in keys), strict=False)]
+        begun = math.ceil(max((float(line.get("groups_in_hand") or 0) for line in lines), default=0))
+        first += of[:begun]
+        told += of[begun:]
+    return told, first
+
+
+def fit_contention(history: History) -> float | None:
+    """How much groups in hand slow each other down: of all values the one under which the seconds of a token
+    differ least between groups, by least squares of their logarithms. None where a run cannot tell: always as
+    many were in hand.
+
+    With n in hand a token takes 1 + c · (n − 1) times as long as alone; over a group's life, in which n has
+    mean m and variance v, to second order f − c² · v / f with f = 1 + c · (m − 1).
     """
-    by_count: dict[int, list[float]] = {}
-    for line in lines:
-        count = round(float(line["groups_in_hand"]))
-        by_count.setdefault(count, []).append(float(line["tokens_per_busy_s"]))
-    points = [(n, n / fmean(rates), len(rates)) for n, rates in by_count.items() if fmean(rates) > 0]
-    if len(lines) < LINES_TO_FIT or len(points) < 2:
-        return 1.0
-    weight = sum(w for *_, w in points)
-    mean_n = sum(n * w for n, _, w in points) / weight
-    mean_y = sum(y * w for _, y, w in points) / weight
-    slope = sum(w * (n - mean_n) * (y - mean_y) for n, y, w in points) / sum(
-        w * (n - mean_n) ** 2 for n, _, w in points
-    )
-    alone = mean_y + slope * (1 - mean_n)
-    return min(1.0, max(0.0, slope / alone)) if alone > 0 else 1.0
+    keys = ("group_seconds", "group_tokens", "group_in_hand", "group_in_hand_variance")
+    found = np.array([row for row in _warm(history, keys)[0] if min(row[:2]) > 0]).reshape(-1, len(keys))
+    seconds, tokens, mean, variance = found.T
+    if not len(found) or ((mean / mean.mean() - 1) ** 2).sum() < TOLD_APART:
+        return None
+    observed = np.log(seconds / tokens)
+    tried = np.linspace(0.0, 1.0, 101)
+    slower = [1 + c * (mean - 1) for c in tried]
+    told = [np.log(np.maximum(f - c**2 * variance / f, 1e-3)) for c, f in zip(tried, slower, strict=True)]
+    return float(tried[np.argmin([(observed - each).var() for each in told])])
 
 
 def measured(history: History) -> Measured:

@@ -74,7 +74,7 @@ def tune(
         costs = assumed.costs(own.groups_per_batch)
     else:
         costs = tuning.calibrate(history) if ran else measuring.read_alone(run_dir).costs
-    console.print(_told(costs))
+    console.print(_told(costs, untold=ran and tuning.fit_contention(history) is None))
     comparison: list[tuple[str, float, float]] = []
     mine = tuning.setting_of(
         own, rollout.servers, rollout.max_groups, own.max_staleness, own.groups_per_batch
@@ -125,11 +125,19 @@ def _quantiles(work: Sequence[float]) -> dict[str, float]:
     return {"mean": math.fsum(work) / len(work), **told}
 
 
-def _told(costs: Costs) -> str:
+def _told(costs: Costs, untold: bool) -> str:
+    """Untold: the contention, by the run."""
     of = _quantiles(costs.work)
+    assumed = (
+        " (assumed: servers always had about as many groups in hand, which cannot tell it; "
+        "`slipstream measure` does)"
+        if untold
+        else ""
+    )
     return (
         f"a group alone takes {of['mean']:.2f} s (median {of['p50']:.2f}, 90 % below {of['p90']:.2f}, "
-        f"at most {of['max']:.2f}), contention {costs.contention:.2f}; training {costs.train:.2f} s a group; "
+        f"at most {of['max']:.2f}), contention {costs.contention:.2f}{assumed}; "
+        f"training {costs.train:.2f} s a group; "
         f"a version {costs.send:.2f} s to send, {costs.load:.2f} to load, {costs.pause:.2f} of pause"
     )
 

@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import logging
-import time
 from collections.abc import AsyncIterator
 from typing import Protocol
 
@@ -119,13 +118,12 @@ class RolloutLoop:
 
     async def _work(self, lease: Lease) -> None:
         """One lease from start to end. A group that fails is given up by name; nothing of it is trained."""
-        self._meters.group_started()
-        started = time.monotonic()
+        started = self._meters.group_started()
         try:
             group = await self._runner.run(lease)
             self._delivering.add(lease.lease_id)
             kept = await self._buffer.deliver(group)
-            self._meters.delivered(group, kept, time.monotonic() - started)
+            self._meters.delivered(group, kept, started)
         except PromptRefused as refused:
             await self._give_up(lease, refused.rule, str(refused), requeue=False)
         except CompletionFailed as failure:

@@ -5,6 +5,7 @@ import json
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,15 @@ from sync.sink import StagePlan, WeightSink
 PERIOD_S = 2.0
 CAUSES = ("weights", "scorers", "leases")
 """What a server with no group in hand may wait for, in the order in which it does."""
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """When a group was, and what was booked by then."""
+
+    at: float
+    held_s: float
+    held_squared_s: float
 
 
 class Meters:
@@ -37,38 +47,44 @@ class Meters:
         self.tokens = 0
         self.wasted_tokens = 0
         """Sampled for nothing: of aborted completions, and of finished ones whose group came to nothing."""
-        self._group_s: list[float] = []
+        self._groups_told: list[tuple[float, int, float, float]] = []
         self.version: int | None = None
         self._server = server
         self._clock = clock
         self._running = 0
         self._waiting_s: defaultdict[str, float] = defaultdict(float)
         self._cause, self._booked_until = "weights", clock()
-        self._busy_s = self._held_s = 0.0
-        """Since the last line: seconds with any group in hand, and those times how many there were."""
+        self._busy_s = self._held_s = self._held_squared_s = 0.0
+        """Seconds with any group in hand; those times how many there were, and times its square."""
         self._last_time, self._last_tokens = clock(), 0
+        self._last_busy_s = self._last_held_s = 0.0
 
     def wait_for(self, cause: str) -> None:
         """From now on a server with no group in hand waits for this: one of `CAUSES`."""
         self._book()
         self._cause = cause
 
-    def group_started(self) -> None:
+    def group_started(self) -> Started:
         self._book()
         self._running += 1
+        return Started(self._booked_until, self._held_s, self._held_squared_s)
 
     def group_ended(self) -> None:
         self._book()
         self._running -= 1
 
-    def delivered(self, group: Group, kept: bool, seconds: float) -> None:
-        """The buffer has a group, or did not want it; the line tells how long those for training took, from
-        the lease on."""
+    def delivered(self, group: Group, kept: bool, started: Started) -> None:
+        """The buffer has a group that is still in hand, or did not want it."""
+        self._book()
         self.groups += 1
+        sampled = [int(t.loss_mask.sum()) for t in group.trajectories]
         if not kept:
-            self.wasted_tokens += sum(int(t.loss_mask.sum()) for t in group.trajectories)
+            self.wasted_tokens += sum(sampled)
         if group.kind == "train":
-            self._group_s.append(round(seconds, 3))
+            seconds = max(self._booked_until - started.at, 1e-9)
+            in_hand = (self._held_s - started.held_s) / seconds
+            squared = (self._held_squared_s - started.held_squared_s) / seconds
+            self._groups_told.append((seconds, max(sampled), in_hand, squared - in_hand**2))
 
     def completed(self, completion: Completion) -> None:
         self.completions += 1
@@ -83,6 +99,7 @@ class Meters:
         else:
             self._busy_s += passed
             self._held_s += self._running * passed
+            self._held_squared_s += self._running**2 * passed
 
     def counted(self) -> dict[str, float]:
         """What also goes to the learner (`sync.wire.COUNTED`): tokens, and seconds without generating."""
@@ -99,9 +116,9 @@ class Meters:
         now = self._clock()
         sampled, passed = self.tokens - self._last_tokens, max(now - self._last_time, 1e-9)
         self._last_time, self._last_tokens = now, self.tokens
-        group_s, self._group_s = self._group_s, []
-        busy_s, held_s = self._busy_s, self._held_s
-        self._busy_s = self._held_s = 0.0
+        groups, self._groups_told = self._groups_told, []
+        busy_s, held_s = self._busy_s - self._last_busy_s, self._held_s - self._last_held_s
+        self._last_busy_s, self._last_held_s = self._busy_s, self._held_s
         return {
             "time": time.time(),
             "server": self._server,
@@ -110,11 +127,15 @@ class Meters:
             "running_groups": self._running,
             "busy_s": round(busy_s, 3),
             "groups_in_hand": round(held_s / busy_s, 2) if busy_s else 0.0,
-            "tokens_per_busy_s": round(sampled / busy_s, 1) if busy_s else 0.0,
             "groups": self.groups,
             "completions": self.completions,
             **counted,
-            "group_seconds": group_s,
+            # Of every group for training since the last line, from its lease on: how long it took, tokens of
+            # its longest completion, and mean and variance of how many groups were in hand meanwhile.
+            "group_seconds": [round(seconds, 3) for seconds, *_ in groups],
+            "group_tokens": [tokens for _, tokens, *_ in groups],
+            "group_in_hand": [round(in_hand, 3) for *_, in_hand, _ in groups],
+            "group_in_hand_variance": [round(variance, 3) for *_, variance in groups],
             "publishes": self.publishes,
             **{f"publish_s/{phase}": round(self.publish_s[phase], 3) for phase in ("stage", "load")},
             "reward_timeouts": self.failures["reward_timeout"],

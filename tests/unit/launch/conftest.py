@@ -133,7 +133,7 @@ def server_rows(steps: int) -> list[dict[str, Any]]:
         rate = 300 + 60 * math.sin(line / 9) + random.Random(line).uniform(-80, 80)
         rows.append({
             "time": STARTED + 2 * line, "server": "server-0", "tokens_per_s": rate, "wasted_tokens": line,
-            "running_groups": 8, "busy_s": 1.7, "groups_in_hand": 7.5, "tokens_per_busy_s": rate * 2 / 1.7,
+            "running_groups": 8, "busy_s": 1.7, "groups_in_hand": 7.5,
             "waiting_s/leases": 0.3 * line, "waiting_s/weights": 4.0,
         })  # fmt: skip
     return rows

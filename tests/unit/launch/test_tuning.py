@@ -1,33 +1,83 @@
 """Costs out of a run's metrics, and back into the run."""
 
 import json
+import random
+from pathlib import Path
+from statistics import fmean
 
+import numpy as np
 import pytest
 from rich.console import Console
 
 from buffer.config import BufferConfig
+from buffer.records import Group, Trajectory
+from buffer.staleness import Rules
 from launch import tuning, tuning_screen
 from launch.experiment import read
 from launch.history import History
-from launch.simulation import Costs, Outcome, Setting, simulate
+from launch.simulation import Costs, Outcome, RulePool, Setting, Simulation, Work, simulate
 from launch.tuning import Trial, fit_contention, recommend, setting_of, try_all
+from rollout.metrics import Meters, Started
 
 COSTS = Costs(work=(4.0, 5.0, 5.0, 9.0), contention=0.4, train=0.5, send=0.6, load=0.3, pause=0.2)
 OWN = BufferConfig(groups_per_batch=4, max_staleness=1)
 
 
-def lines_of(costs: Costs, counts) -> list[dict]:
-    """What a server would write, at a hundred tokens a group's second."""
+class Metered:
+    """The buffer of a simulation of one server, which the server's own meters watch."""
+
+    def __init__(self, costs: Costs, setting: Setting) -> None:
+        self._pool = RulePool(setting.rules, setting.capacity, costs.work, seed=1)
+        self.simulation = Simulation(costs, setting, self)
+        self.meters = Meters("s", lambda: self.simulation.now)
+        self._started: dict[int, Started] = {}
+
+    def lease(self, limit: int) -> list[Work]:
+        leases = self._pool.lease(limit)
+        self._started |= {lease.lease: self.meters.group_started() for lease in leases}
+        return leases
+
+    def deliver(self, group: Work) -> None:
+        tokens = np.ones(round(100 * group.work), np.int32)
+        made = Trajectory(
+            0, tokens, tokens.astype(np.uint8), -tokens.astype(np.float32), tokens, 1.0, {}, "stop"
+        )
+        self.meters.delivered(Group("g", "l", "p", "train", (made,)), True, self._started.pop(group.lease))
+        self.meters.group_ended()
+        self._pool.deliver(group)
+
+    def batch(self, index: int) -> list[Work] | None:
+        return self._pool.batch(index)
+
+    def published(self, version: int) -> None:
+        self.meters.version = version
+        self._pool.published(version)
+
+    def evicted(self) -> int:
+        return self._pool.evicted()
+
+
+def written(folder: Path, lines: list[dict]) -> History:
+    """A run's folder whose one server wrote this."""
+    (folder / "metrics").mkdir(parents=True, exist_ok=True)
+    (folder / "metrics" / "rollout-s.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines))
+    history = History(folder)
+    history.refresh()
+    return history
+
+
+def groups_beside(costs: Costs, counts) -> list[dict]:
+    """What a server would write of four groups beside so many, for each of these."""
+    slower = [1 + costs.contention * (n - 1) for n in counts]
     return [
         {
-            "time": float(i),
-            "running_groups": 0,
-            "busy_s": 0.5,
-            "groups_in_hand": n,
-            "tokens_per_busy_s": 100 * n / (1 + costs.contention * (n - 1)),
+            "time": float(i), "busy_s": 0.5, "groups_in_hand": n,
+            "group_tokens": [10 * w for w in costs.work],
+            "group_seconds": [w * by for w in costs.work], "group_in_hand": [n] * 4,
+            "group_in_hand_variance": [0.0] * 4,
         }
-        for i, n in enumerate(counts)
-    ]
+        for i, (n, by) in enumerate(zip(counts, slower, strict=True))
+    ]  # fmt: skip
 
 
 @pytest.fixture
@@ -46,10 +96,7 @@ def run_dir(tmp_path):
     }  # fmt: skip
     steps = [{"step": i, "time": i * seconds, **row} for i in range(1, 31)]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in steps))
-    counts = [6, 8] * 20
-    slower = 1 + COSTS.contention * (7 - 1)
-    lines = [x | {"group_seconds": [w * slower for w in COSTS.work]} for x in lines_of(COSTS, counts)]
-    (folder / "metrics" / "rollout-s.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines))
+    written(folder, groups_beside(COSTS, [6, 8] * 20))
     (folder / "metrics" / "buffer.jsonl").write_text(json.dumps({"evicted": 0, "delivered": 120}) + "\n")
     return folder
 
@@ -59,23 +106,35 @@ def test_costs_are_found_again_in_what_a_run_wrote(run_dir):
     history.refresh()
     costs = tuning.calibrate(history)
     assert costs.contention == pytest.approx(0.4, abs=1e-6)
-    assert sorted(set(costs.work)) == pytest.approx([4.0, 5.0, 9.0])
+    assert fmean(costs.work) == pytest.approx(fmean(COSTS.work), rel=1e-3)
     assert costs.train == pytest.approx(0.5, rel=0.1), "what waiting for the last load takes is in it"
     assert (costs.send, costs.load, costs.pause) == pytest.approx((0.6, 0.3, 0.2))
 
 
-def test_contention_is_one_where_a_run_cannot_tell():
-    assert fit_contention(lines_of(COSTS, [3, 3] * 30)) == 1
-    assert fit_contention(lines_of(COSTS, [3, 5])) == 1
-    assert fit_contention(lines_of(COSTS, [1, 2, 4, 9] * 10)) == pytest.approx(0.4)
+@pytest.mark.parametrize("staleness", [0, 1, 4])
+@pytest.mark.parametrize("contention", [0.0, 0.2, 0.5, 1.0])
+def test_the_contention_of_a_run_is_found_in_what_its_server_wrote(tmp_path, staleness, contention):
+    """Groups of which each has others beside it as they come and go."""
+    chance = random.Random(5)
+    work = tuple(chance.lognormvariate(1, 0.5) for _ in range(200))
+    costs = Costs(work, contention, train=0.8, send=0.5, load=0.3, pause=0.1)
+    run = Metered(costs, Setting(1, 12, Rules(4, staleness), 10**6))
+    run.simulation.run(steps=60, warm_up=0)
+    found = fit_contention(written(tmp_path, [run.meters.line()]))
+    assert found == pytest.approx(contention, abs=0.1)
+
+
+def test_a_run_with_as_many_groups_in_hand_all_the_time_cannot_tell_contention(tmp_path):
+    assert fit_contention(written(tmp_path, groups_beside(COSTS, [3, 3] * 30))) is None
+    assert fit_contention(written(tmp_path, groups_beside(COSTS, [3, 5]))) is None
+    assert fit_contention(written(tmp_path, groups_beside(COSTS, [1, 2, 4, 9] * 10))) == pytest.approx(0.4)
+    of_before = [{"busy_s": 1.0, "groups_in_hand": n, "group_seconds": [1.0] * 9} for n in (1, 2, 4, 9)]
+    assert fit_contention(written(tmp_path, of_before)) is None, "of a server that did not tell them"
 
 
 def test_a_run_that_tells_no_durations_is_taken_by_littles_law(run_dir):
     lines = [{"time": float(t), "busy_s": 1.0, "groups_in_hand": 6, "groups": 3 * t} for t in range(30)]
-    (run_dir / "metrics" / "rollout-s.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines))
-    history = History(run_dir)
-    history.refresh()
-    assert tuning.group_seconds(history) == [pytest.approx(6 / 3)]
+    assert tuning.group_seconds(written(run_dir, lines)) == [pytest.approx(6 / 3)]
 
 
 def test_the_groups_that_a_server_starts_with_are_left_out(run_dir):
@@ -83,10 +142,7 @@ def test_the_groups_that_a_server_starts_with_are_left_out(run_dir):
     lines += [
         {"time": 1.0 + t, "groups_in_hand": 3, "group_seconds": [50.0 if t < 2 else 2.0]} for t in range(6)
     ]
-    (run_dir / "metrics" / "rollout-s.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines))
-    history = History(run_dir)
-    history.refresh()
-    assert tuning.group_seconds(history) == [2.0] * 4
+    assert tuning.group_seconds(written(run_dir, lines)) == [2.0] * 4
 
 
 def test_a_run_too_short_is_one_line(tmp_path):
@@ -107,7 +163,7 @@ def test_costs_of_both_sides_alone_are_put_together(run_dir, tmp_path):
     found = tuning.alone(servers, None, learner)
     assert found.costs.train == pytest.approx(3 / 4)
     assert (found.costs.send, found.costs.load, found.costs.pause) == pytest.approx((1.25, 0.3, 0.2))
-    assert sorted(set(found.costs.work)) == pytest.approx([4.0, 5.0, 9.0])
+    assert fmean(found.costs.work) == pytest.approx(fmean(COSTS.work), rel=1e-3)
     assert found.train == pytest.approx(4.25), "a batch, without what it waited for"
     assert found.generate == pytest.approx(servers.steps[9]["time/step"])
 
@@ -167,6 +223,20 @@ def test_the_command_says_how_far_the_prediction_of_the_run_itself_was_off(run_d
     shown = console.export_text()
     for word in ("measured", "predicted", "error", "recommended: rollout.servers=", "samples/s"):
         assert word in shown
+
+
+def test_an_assumed_contention_is_told_as_such(run_dir, config_file):
+    written(run_dir, groups_beside(COSTS, [3] * 40))
+    console = Console(record=True, width=400, file=open("/dev/null", "w"))  # noqa: SIM115
+    tuning_screen.tune(read(config_file, [], []), run_dir, None, [1], [1], [4], console)
+    assert (
+        "contention 1.00 (assumed: servers always had about as many groups in hand, which cannot tell it; "
+        "`slipstream measure` does)" in console.export_text()
+    )
+    written(run_dir, groups_beside(COSTS, [2, 6, 8] * 20))
+    console = Console(record=True, width=400, file=open("/dev/null", "w"))  # noqa: SIM115
+    tuning_screen.tune(read(config_file, [], []), run_dir, None, [1], [1], [4], console)
+    assert "contention 0.40;" in console.export_text()
 
 
 def test_costs_may_be_assumed_without_a_run(tmp_path, config_file):

@@ -1,5 +1,8 @@
 import json
 
+import numpy as np
+
+from buffer.records import Group, Trajectory
 from rollout.metrics import Meters
 from sync.wire import COUNTED, Beat, decode, encode
 
@@ -45,7 +48,36 @@ def test_groups_in_hand_are_those_of_the_whole_time_and_not_of_the_moment_of_the
         clock.now += 9
         line = meters.line()
         assert (line["running_groups"], line["busy_s"], line["groups_in_hand"]) == (0, 1, 2)
-        assert (line["tokens_per_s"], line["tokens_per_busy_s"]) == (3, 30)
+        assert line["tokens_per_s"] == 3
+
+
+def group(*lengths):
+    ones = [np.ones(n, np.int32) for n in lengths]
+    made = [Trajectory(0, n, n.astype(np.uint8), -n.astype(np.float32), n, 1.0, {}, "stop") for n in ones]
+    return Group("g", "l", "p", "train", tuple(made))
+
+
+def test_of_each_group_is_told_how_long_it_took_and_how_many_were_beside_it():
+    clock = Clock()
+    meters = Meters("s", clock)
+    first = meters.group_started()
+    clock.now += 3
+    other = meters.group_started()
+    clock.now += 1
+    meters.line()  # what was booked before a line counts too
+    meters.delivered(group(5, 8, 2), True, first)
+    meters.group_ended()
+    clock.now += 4
+    meters.delivered(group(3), False, other)
+    meters.group_ended()
+    line = meters.line()
+    assert (line["group_seconds"], line["group_tokens"]) == ([4, 5], [8, 3])
+    assert line["group_in_hand"] == [(3 * 1 + 1 * 2) / 4, (1 * 2 + 4 * 1) / 5]
+    assert line["group_in_hand_variance"] == [
+        round(v, 3) for v in ((3 + 4) / 4 - 1.25**2, (4 + 4) / 5 - 1.2**2)
+    ]
+    assert line["wasted_tokens"] == 3
+    assert meters.line()["group_seconds"] == []
 
 
 def test_the_rate_is_of_the_time_since_the_last_line():
