@@ -154,9 +154,10 @@ def _beside(comparison: Sequence[tuple[str, float, float]]) -> Table:
 
 def _table(trials: Sequence[Trial], rows: Sequence[dict[str, float]], best: Trial) -> Table:
     table = Table(title="predicted", title_justify="left")
-    given = ("batch", "servers", "bound")  # these fit 80 columns
-    for name in (*given, "samples/s", "learner idle", "places idle", "staleness", "evicted"):
-        table.add_column(name, justify="right")
+    given = ("batch", "servers", "bound")
+    # As wide as these are, 80 columns are just enough.
+    for name in (*given, "samples/s", "learner\nidle", "places\nidle", "staleness", "evicted"):
+        table.add_column(name, justify="right", no_wrap=True)
     for trial, row in zip(trials, rows, strict=True):
         table.add_row(
             *(str(trial.groups_per_batch), str(trial.servers), str(trial.max_staleness)),

@@ -225,6 +225,16 @@ def test_the_command_says_how_far_the_prediction_of_the_run_itself_was_off(run_d
         assert word in shown
 
 
+def test_the_table_is_whole_in_80_columns(tmp_path, config_file):
+    console = Console(record=True, width=80, file=open("/dev/null", "w"))  # noqa: SIM115
+    assumed = tuning_screen.Assumed(10.0, 4.0, 0.5, 0.5, 0.6, 0.0)
+    tuning_screen.tune(read(config_file, [], []), tmp_path, assumed, [1], [0, 16], [16], console)
+    shown = console.export_text()
+    assert "…" not in shown
+    for word in ("batch", "servers", "bound", "samples/s", "learner", "places", "staleness", "evicted"):
+        assert word in shown
+
+
 def test_an_assumed_contention_is_told_as_such(run_dir, config_file):
     written(run_dir, groups_beside(COSTS, [3] * 40))
     console = Console(record=True, width=400, file=open("/dev/null", "w"))  # noqa: SIM115
