@@ -263,8 +263,7 @@ def plan(
     if as_json:
         typer.echo(plan_screen.as_json(made))
         raise typer.Exit(int(any(each.reasons() for each in made)))
-    console = open_console(wide=True)
-    raise typer.Exit(max(plan_screen.print_plan(each, console) for each in made))
+    raise typer.Exit(plan_screen.print_plans(made, open_console(wide=True)))
 
 
 @app.command()

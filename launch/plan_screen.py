@@ -17,6 +17,21 @@ NUMBER = 8
 """Columns of a number, in brackets."""
 
 
+def print_plans(plans: Sequence[Plan], console: Console) -> int:
+    """Of one experiment, or of a pipeline's stages.
+
+    Returns: the exit code, 1 when one does not fit.
+    """
+    code = max(print_plan(plan, console) for plan in plans)
+    if len(plans) > 1:
+        wanting = ", ".join(plan.experiment.name for plan in plans if plan.reasons())
+        told = (
+            f"DOES NOT FIT: {wanting} does not" if wanting else f"FITS: each of its {len(plans)} stages does"
+        )
+        _quiet(console)(f"[bold {'red' if wanting else 'green'}]the pipeline {told}[/]")
+    return code
+
+
 def print_plan(plan: Plan, console: Console) -> int:
     """Returns: the exit code, 1 when it does not fit."""
     say = _quiet(console)
@@ -63,9 +78,10 @@ def _layouts(plan: Plan) -> Iterator[str]:
 
 
 def as_json(plans: Sequence[Plan]) -> str:
-    """One object: the plan's, or with several `stages`, a list of them."""
+    """One object: the plan's, or with several `stages`, a list of them, and whether all fit."""
     told = [_fields(plan) for plan in plans]
-    return json.dumps(told[0] if len(told) == 1 else {"stages": told}, indent=2)
+    several = {"fits": all(each["fits"] for each in told), "stages": told}
+    return json.dumps(told[0] if len(told) == 1 else several, indent=2)
 
 
 def _fields(plan: Plan) -> dict[str, Any]:
@@ -158,7 +174,8 @@ def _verdict(plan: Plan) -> str:
         total = sum(kind.total * kind.ranks for kind in plan.kinds) / GIB
         return f"FITS: all ranks take {total:.1f} of {plan.target.device_gib:g} GiB"
     fullest = max(plan.kinds, key=lambda kind: kind.total)
-    there = f" of {plan.target.devices}" if plan.target.devices else ""
+    there = plan.target.devices
+    counted = f"{plan.devices}{f' of {there}' if there else ''} device{'s' * ((there or plan.devices) != 1)}"
     gib = plan.server_host_bytes / GIB
     host = (
         f"; the host of a server must have {gib:.0f} GiB to stage a version on each of its ranks"
@@ -166,7 +183,7 @@ def _verdict(plan: Plan) -> str:
         else ""
     )
     return (
-        f"FITS: {plan.devices}{there} devices; {fullest.name} is the fullest with "
+        f"FITS: {counted}; {fullest.name} is the fullest with "
         f"{fullest.total / GIB:.1f} of {plan.target.device_gib:g} GiB{host}"
     )
 

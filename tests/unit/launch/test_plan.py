@@ -18,7 +18,7 @@ from launch.plan import (
     server_parameters,
 )
 from launch.plan_changes import changes
-from launch.plan_screen import as_json, print_plan
+from launch.plan_screen import as_json, print_plan, print_plans
 from learner import budget, families
 from rollout.config import EngineConfig
 
@@ -339,6 +339,32 @@ def test_no_number_is_cut_however_narrow_the_terminal(columns):
     assert "…" not in told
     assert "learner of 4 ranks" in told
     assert "1 server of 1 rank\n" in told
+
+
+def shown(*plans):
+    written = StringIO()
+    return print_plans(plans, Console(file=written, width=200)), written.getvalue()
+
+
+def test_one_device_is_no_plural():
+    alone = planned("policy-7b", "learner.processes=1", "learner.parallel.tensor=1", device_gib=200)
+    code, told = shown(replace(alone, kinds=alone.kinds[:1]))
+    assert code == 0
+    assert "FITS: 1 device; " in told
+    assert "FITS: 8 devices; " in shown(planned())[1]
+    assert "FITS: 8 of 9 devices; " in shown(planned(devices=9))[1]
+
+
+def test_several_plans_end_with_one_verdict():
+    fits, does_not = planned(), planned("policy-70b")
+    does_not = replace(does_not, target=Target(devices=9))
+    assert shown(fits)[1].count("FIT") == 1
+    code, told = shown(fits, fits)
+    assert (code, told.splitlines()[-1]) == (0, "the pipeline FITS: each of its 2 stages does")
+    code, told = shown(fits, does_not)
+    assert (code, told.splitlines()[-1]) == (1, "the pipeline DOES NOT FIT: policy-70b does not")
+    told = json.loads(as_json([fits, does_not]))
+    assert (told["fits"], [stage["fits"] for stage in told["stages"]]) == (False, [True, False])
 
 
 def test_a_layout_that_does_not_divide_the_model_is_one_line():
