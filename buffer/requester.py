@@ -22,7 +22,8 @@ from buffer.keys import ClientKeys
 logger = logging.getLogger(__name__)
 
 TELL_S = 5.0
-"""Unanswered for this long, a request is worth a line in the log; each further time twice as long."""
+"""Unanswered for this long, a request is worth a line in the log; each further time twice as long. One that
+may well take longer is not, as long as there is a connection."""
 LONGEST_TELL_S = 30.0
 RESEND_S = 60.0
 """Unanswered for this long, a request is sent again; each further time twice as long. So late, because what a
@@ -35,6 +36,7 @@ HANDSHAKES = (
     | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
     | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 )
+EVENTS = HANDSHAKES | zmq.EVENT_DISCONNECTED
 
 Answer = tuple[dict[str, Any], list[memoryview]]
 """A reply's fields and the raw frames behind it."""
@@ -82,6 +84,8 @@ class Requester:
         self._silent_since = self._next_word_s = 0.0
         self._turned_away = False
         """Whether the last handshake failed, as it does when keys do not match."""
+        self._apart_since: float | None = time.monotonic()
+        """Since when there is no connection; None while there is one."""
 
     async def __aenter__(self) -> Self:
         """
@@ -97,14 +101,14 @@ class Requester:
         self._socket.setsockopt(zmq.IPV6, 1)
         if self._keys is not None:
             self._keys.show(self._socket)
-        self._monitor = self._socket.get_monitor_socket(HANDSHAKES)
+        self._monitor = self._socket.get_monitor_socket(EVENTS)
         try:
             self._socket.connect(self._address)
         except zmq.ZMQError as error:
             self._close()
             raise ValueError(f"{self._peer}: cannot be connected to: {error}") from None
         self.heard = time.monotonic()
-        self._tasks = [asyncio.create_task(self._receive()), asyncio.create_task(self._follow_handshakes())]
+        self._tasks = [asyncio.create_task(self._receive()), asyncio.create_task(self._follow_connection())]
         return self
 
     async def __aexit__(
@@ -138,7 +142,7 @@ class Requester:
             message: Its frames.
             what: The request's name, for messages.
             deadline: When to give up, by `time.monotonic`.
-            expected_s: For so long it may well go unanswered.
+            expected_s: For so long it may well go unanswered by a service that is there.
 
         Raises:
             Unreachable: No answer by the deadline.
@@ -147,15 +151,16 @@ class Requester:
         pending = _Pending(message, asyncio.get_running_loop().create_future())
         self._pending[request_id] = pending
         started = time.monotonic()
-        tell_at, resend_at = started + max(TELL_S, expected_s), started + max(RESEND_S, expected_s)
+        tell_at, resend_at = None, started + max(RESEND_S, expected_s)
         try:
-            while not await self._answered(pending, min(tell_at, resend_at, deadline)):
+            # A connection may break at any moment: it is looked at as often as a word may be due.
+            while not await self._answered(pending, min(time.monotonic() + TELL_S / 2, resend_at, deadline)):
                 now = time.monotonic()
                 waited = now - started
                 if now >= deadline:
                     told = f"no answer to {what} within {waited:.0f} s{self._suspicion()}"
                     raise Unreachable(f"{self._peer}: {told}")
-                if now >= tell_at:
+                if now >= (self._first_word_at(started, expected_s) if tell_at is None else tell_at):
                     self._tell(what, waited)
                     tell_at = now + min(waited, LONGEST_TELL_S)
                 if now >= resend_at:
@@ -164,6 +169,12 @@ class Requester:
             return pending.answer.result()
         finally:
             del self._pending[request_id]
+
+    def _first_word_at(self, started: float, expected_s: float) -> float:
+        """When a request is worth a line: one that nobody can be working on, soon."""
+        if self._apart_since is None:
+            return started + max(TELL_S, expected_s)
+        return max(started, self._apart_since) + TELL_S
 
     def tell_silence(self, what: str, since: float) -> None:
         """Say that a request which may go unanswered came back without an answer at all, and again whenever
@@ -223,15 +234,19 @@ class Requester:
             if pending is not None and not pending.answer.done():
                 pending.answer.set_result((reply, [f.buffer for f in frames[1:]]))
 
-    async def _follow_handshakes(self) -> None:
+    async def _follow_connection(self) -> None:
         """Waits for handshakes; after each that succeeds but the first, whatever was under way may be lost
         and is sent again."""
         before = False
         while True:
             event = await recv_monitor_message(self._monitor)
+            if event["event"] == zmq.EVENT_DISCONNECTED:
+                self._apart_since = self._apart_since or time.monotonic()
+                continue
             self._turned_away = event["event"] != zmq.EVENT_HANDSHAKE_SUCCEEDED
             if self._turned_away:
                 continue
+            self._apart_since = None
             if before:
                 count = len(self._pending)
                 self._logger.info("connected to %s again, %d requests repeated", self._peer, count)
