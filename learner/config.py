@@ -8,6 +8,7 @@ from buffer.config import BufferConfig
 from buffer.dotted import named
 from buffer.experiment import (
     DEFAULT_STEPS,
+    EvalConfig,
     Experiment,
     LoggingConfig,
     ModelConfig,
@@ -308,6 +309,7 @@ class LearnerExperiment(Experiment):
     rollout: SampledBy = SampledBy()
     learner: LearnerConfig = LearnerConfig()
     sync: SyncConfig = SyncConfig()
+    eval: EvalConfig | None = None
     security: SecurityConfig = SecurityConfig()
     logging: LoggingConfig = LoggingConfig()
 

@@ -183,18 +183,22 @@ class Flow:
         if self._saved != self.version and not self._unpublished:
             self.save()
 
-    def finish(self) -> None:
+    def finish(self) -> bool:
         """Tell the buffer that the last version is out, and stay for servers that join during its evaluation.
 
         Consumes: nothing.
         Waits for: the buffer's word that the run is over.
         Unblocked by: the last evaluation, a server that joins, a signal, or `learner.batch_timeout_s`.
+
+        Returns:
+            Whether the run is over; not after a signal.
         """
         self._publishing.settle()
         over = self._feed.finished(self.version)
-        while self._feed.over(over, self._wanted) is Command.PUBLISH:
+        while (command := self._feed.over(over, self._wanted)) is Command.PUBLISH:
             self._publishing.publish(self.version)
         self._publishing.settle()
+        return command is not Command.STOP
 
     def _send(self) -> None:
         """Publish; the first time there may be nobody yet, and a signal may come meanwhile."""

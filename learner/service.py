@@ -18,7 +18,7 @@ from buffer.dotted import is_dotted, resolve
 from buffer.experiment import DataConfig
 from buffer.keys import client_keys, server_keys
 from buffer.stream import open_stream
-from learner import collectives, convert, families, parallel
+from learner import collectives, convert, ending, families, parallel
 from learner.alone import sleep_through
 from learner.apart.client import ApartClient
 from learner.apart.waiting import asks
@@ -85,6 +85,8 @@ def serve(experiment: LearnerExperiment, connect: Connect, open_sender: OpenSend
     torch.set_num_threads(threads(experiment.learner.threads))
     with ExitStack() as stack:
         stack.callback(parallel.shutdown)
+        if _tell_finished(experiment):
+            return
         loop = _own_functions(experiment.learner)
         try:
             flow = _assemble(experiment, stop, connect, open_sender, stack)
@@ -108,8 +110,21 @@ def serve(experiment: LearnerExperiment, connect: Connect, open_sender: OpenSend
         if learner.checkpoint.export:
             export_value(experiment, flow.updater.value_state)
             export(experiment, flow.trainable)
-        flow.finish()
+        if flow.finish() and parallel.rank() == 0:
+            ending.write(experiment, flow.version)
         logger.info("finished after step %d", flow.version)
+
+
+def _tell_finished(experiment: LearnerExperiment) -> bool:
+    """Whether the run is over, on all ranks: there is nobody then to wait for."""
+    (step,) = collectives.broadcast_numbers([ending.finished_step(experiment) if parallel.rank() == 0 else 0])
+    if step and parallel.rank() == 0:
+        logger.info(
+            "%s is finished, with step %d; to train on, raise learner.steps (such as learner.steps=%d), to "
+            "start afresh, take another run_dir",
+            experiment.run_dir, step, 2 * step,
+        )  # fmt: skip
+    return bool(step)
 
 
 def _tell_data_end(run_dir: Path, flow: Flow) -> None:

@@ -121,6 +121,9 @@ def one(model, converted, killed, tmp_path_factory):
         "own": Run(root / "own", model, **OWN_FUNCTIONS),
         "lora": Run(root / "lora", model, **LORA),
         **{name: Run(root / name, model, **settings) for name, settings in OF_THE_WHOLE_BATCH.items()},
+        "over": Run(root / "over", model, steps=1),
+        "over-again": Run(root / "over", model, steps=1),
+        "over-more": Run(root / "over", model, steps=2),
         "ended": Run(root / "ended", model, options={"ends_at": 2}, checkpoint={"every": 3, "export": True}),
     }
     runs["damaged"].damaged_file = damage(runs["damaged"])
@@ -267,6 +270,13 @@ def test_a_run_whose_data_ends_first_is_finished_with_what_it_has(one):
     assert (run.folder / "run/checkpoints/step-000002").is_dir()
     exported = load_file(run.folder / "run/model/model.safetensors")
     assert all(torch.equal(run.weights[name], tensor) for name, tensor in exported.items())
+
+
+def test_a_finished_run_is_told_before_anybody_is_waited_for_and_goes_on_for_more_steps(one):
+    run = one["over"]
+    assert run.log.count("/run is finished, with step 1; to train on, raise learner.steps") == 1
+    assert run.told("sent") == [0, 1, 1, 2], "to the servers of the first start, and of the third"
+    assert run.told("finished") == [1, 2]
 
 
 def test_two_updates_and_a_reference_give_the_same_numbers_in_every_layout(one, two):
