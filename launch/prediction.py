@@ -58,18 +58,14 @@ def generate(
     Returns:
         One line that says what was written.
     """
-    from buffer.prompts import PromptRows  # here and below: a mistake in the file must be told at once
-    from buffer.stream import check, open_sources
-    from rollout import offline
+    from rollout import offline  # here and below: a mistake in the file must be told at once
     from rollout.groups import SamplingPlan
     from rollout.prediction import refused_lines
 
     sampling = experiment.rollout.sampling
     chosen = sampling.temperature if temperature is None else temperature
     plan = SamplingPlan(samples, chosen, sampling.max_tokens, top_p, top_k)
-    sources, _ = open_sources(FilesSource(kind="files", path=str(source)), experiment.seed, "rl", None)
-    check(sources, skip_bad_rows=experiment.data is not None and experiment.data.on_bad_row == "skip")
-    rows = PromptRows(sources)
+    rows = offline.open_rows(experiment, FilesSource(kind="files", path=str(source)))
     with engine_log(output.with_suffix(".log")) as terminal, progress("generating", terminal) as told:
         offline.generate(experiment, rows, plan, output, told)
     refused = refused_lines(output)

@@ -10,8 +10,10 @@ from typing import Any
 
 import uvloop
 
-from buffer.prompts import fingerprint, load_rows
+from buffer.experiment import PromptSource
+from buffer.prompts import PromptRows, fingerprint
 from buffer.rendering import Renderer
+from buffer.stream import check, open_sources
 from rollout.config import ModelReward, PredictionExperiment
 from rollout.groups import SamplingPlan, evaluation_plan
 from rollout.pass_rate import part_means, rates
@@ -23,6 +25,20 @@ from rollout.total_reward import open_rewards
 
 Told = Callable[[int, int, Line], None]
 """Called with a row's number, how many rows there are, and the line written of it."""
+
+
+def open_rows(experiment: PredictionExperiment, source: PromptSource) -> PromptRows:
+    """
+    Raises:
+        ValueError: What is wrong with which source; or with a row, unless `data.on_bad_row` is skip.
+    """
+    sources, _ = open_sources(source, experiment.seed, "rl", None)
+    check(sources, _skips_bad_rows(experiment))
+    return PromptRows(sources)
+
+
+def _skips_bad_rows(experiment: PredictionExperiment) -> bool:
+    return experiment.data is not None and experiment.data.on_bad_row == "skip"
 
 
 def generate(
@@ -48,7 +64,8 @@ def evaluate(experiment: PredictionExperiment, folder: Path, told: Told) -> dict
         What `results.json` holds: score, standard error, pass@k, parts of the reward, counts.
 
     Raises:
-        ValueError: There is no `eval` section, a reward model's folder cannot be one, or as `generate`.
+        ValueError: There is no `eval` section, a reward model's folder cannot be one, or as `open_rows` and
+            `generate`.
     """
     config = experiment.eval
     if config is None:
@@ -58,7 +75,7 @@ def evaluate(experiment: PredictionExperiment, folder: Path, told: Told) -> dict
             model_reward(experiment.rollout, experiment.model, name)
     if experiment.rollout.episode:
         raise ValueError("evaluate asks once; expected no rollout.episode, set rollout.episode=null")
-    rows = load_rows(config.source, experiment.seed)
+    rows = open_rows(experiment, config.source)
     plan = evaluation_plan(config, experiment.rollout.sampling)
     path = folder / "samples.jsonl"
     uvloop.run(_predict(experiment, rows, plan, path, told, scored=True))
@@ -124,7 +141,7 @@ async def _predict(
         predictor = Predictor(engine, renderer, plan, rewards)
         # Twice what is decoded at a time keeps the engine full while the oldest row is waited for.
         window = max(2, 2 * rollout.engine.max_num_seqs // plan.samples)
-        skip = experiment.data is not None and experiment.data.on_bad_row == "skip"
+        skip = _skips_bad_rows(experiment)
         await predict(rows, output, predictor.line, window, lambda i, line: told(i, len(rows), line), skip)
 
 

@@ -7,6 +7,8 @@ import pytest
 
 from buffer.examples import BadRow
 from buffer.rendering import PromptRefused
+from rollout import offline
+from rollout.config import PredictionExperiment
 from rollout.engine import CompletionFailed
 from rollout.groups import SamplingPlan
 from rollout.prediction import Output, Predictor, predict, refused_lines
@@ -134,3 +136,35 @@ def test_a_row_that_cannot_be_read_is_skipped_and_counted_or_ends_it(tmp_path):
     assert refused_lines(path) == 1
     with pytest.raises(BadRow, match=r"a\.jsonl:2: not JSON"):
         asyncio.run(predict(OneBadRow(ROWS), output(tmp_path / "other.jsonl"), upside_down, 2))
+
+
+def evaluated(tmp_path, **data):
+    source = {"kind": "jsonl", "path": str(tmp_path / "held_out.jsonl")}
+    (tmp_path / "held_out.jsonl").write_text('{"prompt": "p0"}\nnot JSON\n{"prompt": "p2"}\n')
+    sections = {"name": "e", "run_dir": str(tmp_path), "model": {"path": "m"}, "eval": {"source": source}}
+    rewards = {"rewards": {"right": {"function": "rollout.rewards:exact_number"}}}
+    experiment = PredictionExperiment.model_validate(
+        {**sections, "rollout": rewards, **({"data": {"train": source, **data}} if data else {})}
+    )
+    assert experiment.eval is not None
+    return offline.open_rows(experiment, experiment.eval.source)
+
+
+def test_rows_of_an_evaluation_that_cannot_be_read_are_counted_where_the_data_section_skips_them(tmp_path):
+    rows = evaluated(tmp_path, on_bad_row="skip")
+
+    async def make(number, row):
+        completion = {"reward": 1.0, "reward_parts": {}, "tokens": 1, "finish_reason": "stop"}
+        return {"number": number, "row": row, "completions": [completion]}
+
+    path = tmp_path / "samples.jsonl"
+    asyncio.run(predict(rows, output(path), make, 2, skip_bad_rows=True))
+    assert "held_out.jsonl:2" in lines_of(path)[1]["refused"]
+    results = offline.results_of(path)
+    assert (results["prompts"], results["refused"], results["score"]) == (2, 1, 1.0)
+
+
+@pytest.mark.parametrize("data", [{}, {"on_bad_row": "fail"}])
+def test_a_row_of_an_evaluation_that_cannot_be_read_ends_it_before_the_engine_starts(tmp_path, data):
+    with pytest.raises(BadRow, match=r"held_out\.jsonl:2: not JSON"):
+        evaluated(tmp_path, **data)
