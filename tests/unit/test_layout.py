@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from buffer.experiment import load
+from buffer.experiment import Experiment, ModelConfig, load
+from launch.demo_model import MODEL_DIR
 from launch.experiment import WholeExperiment, addresses
 from launch.pipeline import PipelineConfig
 from learner.layout_config import ReferenceConfig, ValueRanksConfig
@@ -88,6 +89,10 @@ def test_no_other_distribution_claims_our_names():
     assert spec.origin == str(HOME / "buffer" / "__init__.py")
 
 
+class WithModel(Experiment):
+    model: ModelConfig
+
+
 CONFIGS = sorted((HOME / "configs").glob("**/*.yaml"))
 
 
@@ -99,6 +104,15 @@ def test_every_config_is_an_experiment(path):
         return
     schema = OfflineExperiment if "\nstage:" in text else WholeExperiment
     assert load(path, [], schema).name == path.stem
+
+
+@pytest.mark.parametrize(
+    "path", [p for p in CONFIGS if "\nstages:" not in p.read_text()], ids=lambda p: p.stem
+)
+def test_the_model_of_a_config_is_one_that_a_page_makes_or_the_repository_has(path, monkeypatch):
+    monkeypatch.delenv("SLIPSTREAM_MODEL", raising=False)
+    model = HOME / load(path, [], WithModel).model.path
+    assert model in (HOME / MODEL_DIR, *(HOME / "configs/shapes").iterdir())
 
 
 @pytest.mark.parametrize("path", [p for p in CONFIGS if "\nstage" not in p.read_text()], ids=lambda p: p.stem)
