@@ -294,12 +294,13 @@ class Sampling(Section):
 
 
 class SampledBy(Section):
-    """The facts of the rollout section that the learner's formulas depend on."""
+    """The facts of the rollout section that the learner's formulas depend on, and what is told of them."""
 
     model_config = ConfigDict(extra="ignore", frozen=True)
 
     group_size: int = Field(default=8, ge=1)
     episode: str | None = None
+    recorded: str | None = None
     sampling: Sampling = Sampling()
 
 

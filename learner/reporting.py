@@ -8,6 +8,7 @@ from typing import Any
 
 from buffer.records import Batch
 from learner.alarms import Alarms
+from learner.config import LearnerExperiment
 from learner.metrics import Journal, Row, StepReport, Timings, batch_row
 from sync.publisher import PublishReport
 
@@ -20,8 +21,7 @@ class Reporter:
     def __init__(
         self,
         journal: Journal | None,
-        max_staleness: int,
-        samples_every: int,
+        experiment: LearnerExperiment,
         counted: Callable[[], Mapping[str, float]],
     ) -> None:
         """Args:
@@ -29,10 +29,11 @@ class Reporter:
         counted: What all rollout servers together counted so far; asked on global rank 0.
         """
         self._journal = journal
-        self._max_staleness = max_staleness
-        self._samples_every = samples_every
+        self._max_staleness = experiment.buffer.max_staleness
+        self._samples_every = experiment.logging.samples_every
         self._counted, self._counted_before = counted, counted()
-        self._alarms = Alarms()
+        # Of groups that were recorded ρ tells nothing: no weights of this run sampled them.
+        self._alarms = Alarms() if experiment.rollout.recorded is None else None
         self.timed = Timings()
         self._started = time.perf_counter()
 
@@ -75,7 +76,7 @@ class Reporter:
             *(math.nan if row[k] is None else row[k] for k in ("rho/mean", "ess")),
             *(row[k] for k in ("tokens", "time/step", "time/wait_batch", "samples/s")),
         )
-        for line in self._alarms.hear(step, row["ess"], row["rho/mean"]):
+        for line in self._alarms.hear(step, row["ess"], row["rho/mean"]) if self._alarms else ():
             logger.warning(line)
         if step % self._samples_every == 0 or step == 1:
             self._journal.write_samples(step, shard.groups)

@@ -6,6 +6,7 @@ import pytest
 
 from buffer.records import Batch
 from learner.alarms import Alarms
+from learner.config import LearnerExperiment
 from learner.metrics import Journal, StepReport
 from learner.reporting import Reporter
 
@@ -36,16 +37,22 @@ def test_both_may_ring_at_once():
     assert len(heard([(0.1, 2.0)])) == 2
 
 
-def test_the_reporter_logs_them_as_warnings(tmp_path, monkeypatch, caplog):
+@pytest.mark.parametrize(("recorded", "told"), [(None, ["step 1", "step 1"]), ("runs/one/recorded", [])])
+def test_the_reporter_logs_them_as_warnings_but_of_groups_that_were_recorded(
+    tmp_path, monkeypatch, caplog, recorded, told
+):
+    """Which the policy of now never sampled, whatever version they are labelled with."""
+    fields = {"name": "it", "run_dir": str(tmp_path), "model": {"path": "m"}}
+    experiment = LearnerExperiment.model_validate({**fields, "rollout": {"recorded": recorded}})
     monkeypatch.setattr("learner.reporting.batch_row", lambda shard, limit: ABOUT)
-    reporter = Reporter(Journal(tmp_path, False, 0), max_staleness=2, samples_every=10, counted=dict)
+    reporter = Reporter(Journal(tmp_path, False, 0), experiment, dict)
     report = StepReport(lr=0.1, sums={"tokens": 10.0, "rho": 12.0, "rho_squares": 40.0})
     with caplog.at_level(logging.WARNING):
         for step in (1, 2):
             reporter.write(step, Batch(0, (), {}), report, None, {})
     reporter.close()
     warnings = [record.message for record in caplog.records if record.levelno == logging.WARNING]
-    assert [line[:6] for line in warnings] == ["step 1", "step 1"]
+    assert [line[:6] for line in warnings] == told
 
 
 ABOUT = {"samples": 1, "all_tokens": 1, "reward/mean": 0.0, "staleness/mean": 0.0, "time/wait_batch": 0.0}

@@ -3,6 +3,7 @@
 import json
 
 from buffer.records import Batch
+from learner.config import LearnerExperiment
 from learner.metrics import Journal, StepReport
 from learner.reporting import Reporter
 
@@ -18,7 +19,9 @@ def test_a_row_tells_what_the_servers_counted_since_the_row_before(tmp_path, mon
             {"wasted_tokens": 148, "waiting_s/leases": 9.25},
         ]
     )
-    reporter = Reporter(Journal(tmp_path, False, 0), 2, 10, lambda: next(counted))
+    fields = {"name": "it", "run_dir": str(tmp_path), "model": {"path": "m"}}
+    experiment = LearnerExperiment.model_validate(fields)
+    reporter = Reporter(Journal(tmp_path, False, 0), experiment, lambda: next(counted))
     for step in (1, 2):
         reporter.write(step, Batch(0, (), {}), StepReport(lr=0.1), None, {})
     reporter.close()
