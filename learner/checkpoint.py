@@ -117,7 +117,8 @@ class Checkpoints:
         position: dict[str, Any] | None = None,
         value: ValueState | None = None,
     ) -> None:
-        """Write the state after `step` batches; remove all but the newest `keep`.
+        """Write the state after `step` batches; remove all but the newest `keep`, and never the one before
+        that a value model elsewhere may be loading.
 
         Args:
             position: What goes on from here beside weights and moments, as plain JSON: where the data is,
@@ -130,11 +131,12 @@ class Checkpoints:
         wait_for_handles(f"the checkpoint of step {step}")
         target = of_step(self._root, step)
         temporary = being_written(self._root, step)
+        keep = self._keep if value is None or isinstance(value, Trainable) else max(2, self._keep)
         try:
             self._write(temporary, step, trainable, value)
             if parallel.rank() == 0:
                 self._complete(temporary, target, step, position)
-                for old in self.found()[: -self._keep]:
+                for old in self.found()[:-keep]:
                     shutil.rmtree(old)
                 logger.info("checkpoint of step %d is at %s", step, target)
         except (CheckpointException, SafetensorError, OSError) as error:

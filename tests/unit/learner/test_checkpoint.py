@@ -11,7 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from learner import parallel
 from learner.checkpoint import Checkpoints, Setup
-from learner.checkpoint_files import DamagedCheckpoint, verify
+from learner.checkpoint_files import VALUE, DamagedCheckpoint, being_written, verify
 from learner.checkpoint_parts import reason_of
 from learner.config import OptimizerConfig, ParallelConfig
 from learner.model import build_model
@@ -214,6 +214,29 @@ def test_leftovers_are_cleared_once_no_value_model_can_be_writing_into_one(make,
     assert Checkpoints(tmp_path, 2, SETUP).resume(make(), cast(Any, Elsewhere())) == 0
     assert found == [(0, True)]
     assert not leftover.exists()
+
+
+def test_the_one_before_stays_while_a_value_model_elsewhere_may_be_loading_it(make, tmp_path):
+    """A job that is started again when its part of the next one is written loads the one before, until all
+    copies of the learner know of the next."""
+    checkpoints, trainable, root = Checkpoints(tmp_path, 1, SETUP), make(), tmp_path / "checkpoints"
+
+    class Elsewhere:
+        def begin_save(self, step):
+            (being_written(root, step) / VALUE).mkdir()
+
+        def end_save(self):
+            return None
+
+        def saved(self, step):
+            return None
+
+    for number in (1, 2, 3):
+        step(trainable, number)
+        checkpoints.save(number, trainable, value=cast(Any, Elsewhere()))
+    assert [path.name for path in checkpoints.found()] == ["step-000002", "step-000003"]
+    checkpoints.save(4, trainable)
+    assert [path.name for path in checkpoints.found()] == ["step-000004"]
 
 
 def test_a_value_model_goes_on_under_the_optimizer_that_it_was_written_with(tmp_path):
