@@ -33,7 +33,7 @@ def flow_of(batches: int, start: int = 0) -> Flow:
 
     learner = SimpleNamespace(steps=9, loop="my:loop", checkpoint=SimpleNamespace(every=None, every_s=None))
     parts: dict[str, Any] = {
-        "experiment": SimpleNamespace(learner=learner),
+        "experiment": SimpleNamespace(learner=learner, logging=SimpleNamespace(stalled_s=300.0)),
         "updater": SimpleNamespace(update=lambda batch: StepReport(lr=0.0)),
         "feed": SimpleNamespace(next=batch),
         "publishing": SimpleNamespace(publish=lambda v: None, settle=lambda: None, is_first=False),
