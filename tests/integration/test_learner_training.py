@@ -189,6 +189,7 @@ def test_a_run_reports_publishes_and_confirms_every_version(one):
     assert rows[0]["samples"] == 24
     assert len((run.folder / "run/samples.jsonl").read_text().splitlines()) == 3 * 4
     assert len({r["loss"] for r in rows}) == STEPS
+    assert [r["servers/wasted_tokens"] for r in rows] == [1] * STEPS, "of what the sender's servers count"
 
 
 @pytest.mark.parametrize("layout", ["data", "shard", "tensor", "pipeline"])
