@@ -13,11 +13,11 @@ from typing import Any
 from buffer.chat_rows import from_completion, from_instruction, from_messages, from_preference, from_turns
 from buffer.dotted import resolve
 from buffer.examples import BadRow, Example, shown
+from buffer.transcripts import ASSISTANT, asked
 
 Row = dict[str, Any]
 
 AUTO = "auto"
-ASSISTANT = "\n\nAssistant:"
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,16 +79,19 @@ def _document(row: Row) -> Example:
     return Example(row["text"], (), (), row)
 
 
+def _asked(row: Row, key: str) -> Any:
+    """The prompt under `key`: the same of one row for every stage."""
+    value = row[key]
+    return asked(value) if key == "query" and isinstance(value, str) and value else _prompt(value)
+
+
 def _query(row: Row) -> Example:
-    query = row["query"]
-    if not isinstance(query, str):
-        raise BadRow(f"query: expected text, got {shown(query)}")
-    return Example(f"\n\nHuman: {query}{ASSISTANT} ", (), (), row)
+    return Example(_asked(row, "query"), (), (), row)
 
 
 def _answered(key: str) -> Callable[[Row], Example]:
     def read(row: Row) -> Example:
-        return Example(_prompt(row[key]), _responses(row["response"]), (), row)
+        return Example(_asked(row, key), _responses(row["response"]), (), row)
 
     return read
 
@@ -101,7 +104,7 @@ def _scored(key: str) -> Callable[[Row], Example]:
             numbers = tuple(float(s) for s in scores)
         except (TypeError, ValueError):
             raise BadRow(f"score: expected numbers, got {shown(row['score'])}") from None
-        return Example(_prompt(row[key]), responses, numbers, row)
+        return Example(_asked(row, key), responses, numbers, row)
 
     return read
 

@@ -4,6 +4,8 @@ from typing import Any
 
 from jinja2 import TemplateError
 
+from buffer.transcripts import spoken
+
 ANSWER = "⟨answer⟩"
 """Stands in a rendered conversation where an answer would, to find what follows it."""
 
@@ -23,7 +25,8 @@ class PromptRefused(ValueError):
 class Renderer:
     """Applies the tokenizer's chat template.
 
-    A text is one user message; with a tokenizer that has no template it is encoded as it stands. A list of
+    A text is one user message, or the turns of a conversation that is written as one
+    (`buffer.transcripts`); with a tokenizer that has no template it is encoded as it stands. A list of
     messages needs a template.
 
     Args:
@@ -114,7 +117,7 @@ class Renderer:
         if isinstance(prompt, str) and self._tokenizer.chat_template is None:
             text = f"{self._system_prompt}\n{prompt}" if self._system_prompt else prompt
             return list(self._tokenizer.encode(text))
-        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        messages = spoken(prompt) if isinstance(prompt, str) else prompt
         if not isinstance(messages, list) or not all(isinstance(m, dict) for m in messages):
             raise PromptRefused("bad_row", "`prompt` is neither text nor a list of chat messages")
         if self._system_prompt and all(m.get("role") != "system" for m in messages):

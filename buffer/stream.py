@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 LOOKED_AT = 16
 """First rows that tell a source's shape."""
-RULES = 3
+RULES = 4
 """Raised by one whenever a row that passed may be refused: large files are then checked anew."""
 
 

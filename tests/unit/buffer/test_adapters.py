@@ -24,10 +24,14 @@ SHAPES = [
         (),
     ),
     ("query", {"query": "a"}, "\n\nHuman: a\n\nAssistant: ", (), ()),
-    ("query-response", {"query": "q", "response": "r"}, "q", ("r",), ()),
+    ("query", {"query": "\n\nHuman: a\n\nAssistant:"}, "\n\nHuman: a\n\nAssistant:", (), ()),
+    ("query", {"query": [USER]}, (USER,), (), ()),
+    ("query-response", {"query": "q", "response": "r"}, "\n\nHuman: q\n\nAssistant: ", ("r",), ()),
     ("prompt-response", {"prompt": "q", "response": "r"}, "q", ("r",), ()),
     ("query-scores", {"query": "q", "response": ["a", "b"], "score": [0.7, 0.3]},
-     "q", ("a", "b"), (0.7, 0.3)),
+     "\n\nHuman: q\n\nAssistant: ", ("a", "b"), (0.7, 0.3)),
+    ("query-scores", {"query": "\n\nHuman: q\n\nAssistant:", "response": [" a", " b"], "score": [1, 0]},
+     "\n\nHuman: q\n\nAssistant:", (" a", " b"), (1.0, 0.0)),
     ("prompt-scores", {"prompt": "q", "response": ["a", "b"], "score": [1, 0]}, "q", ("a", "b"), (1.0, 0.0)),
     ("rejected", {"prompt": "q", "response": "a", "rejected": "b"}, "q", ("a", "b"), (1.0, 0.0)),
     ("math", {"eval_func": "math_rule", "prompt": "q", "answer": "#### 4"}, "q", (), ()),
@@ -142,7 +146,7 @@ def test_a_shape_two_adapters_know_is_told():
     ) as told:
         find("auto", [row], "data")
     assert "\n" not in str(told.value)
-    assert find("query-response", [row], "data")(row).prompt == "b"
+    assert find("prompt-response", [row], "data")(row).prompt == "a"
 
 
 def test_a_few_strange_rows_do_not_hide_the_shape_of_the_rest():
@@ -162,6 +166,8 @@ def test_a_few_strange_rows_do_not_hide_the_shape_of_the_rest():
         ({"query": "q", "response": ["a", 3], "score": [1.0, 0.0]}, "response: expected text, got 3"),
         ({"prompt": "q", "chosen": "a", "rejected": 7}, "response: expected text, got 7"),
         ({"prompt": "", "response": "r"}, "prompt: expected text"),
+        ({"query": ""}, "prompt: expected text"),
+        ({"query": 7}, "prompt: expected text"),
         ({"prompt": [{"role": "user"}]}, "prompt: expected chat messages"),
         ({"text": "no mark"}, "text: expected text with"),
         ({"messages": []}, "messages: expected a list"),

@@ -27,6 +27,39 @@ def test_a_text_is_one_user_message(tokenizer):
     assert words(ids) == "user : hello world assistant :"
 
 
+@pytest.mark.parametrize(
+    ("text", "turns"),
+    [
+        ("\n\nHuman: hello\n\nAssistant:", [("user", "hello")]),
+        ("\n\nHuman: hello\n\nAssistant: ", [("user", "hello")]),
+        (
+            "\n\nHuman: hello\n\nAssistant: be kind\n\nHuman: world\n\nAssistant:",
+            [("user", "hello"), ("assistant", "be kind"), ("user", "world")],
+        ),
+    ],
+)
+def test_a_conversation_that_is_written_as_one_text_is_its_turns(tokenizer, text, turns):
+    messages = [{"role": role, "content": content} for role, content in turns]
+    renderer = Renderer(tokenizer, 64, "be kind")
+    assert renderer.encode(text) == renderer.encode(messages)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "hello\n\nAssistant:",
+        "\n\nHuman: hello",
+        "be kind\n\nHuman: hello\n\nAssistant:",
+        "\n\nHuman: hello\n\nHuman: world\n\nAssistant:",
+        "\n\nHuman: hello\n\nAssistant: world",
+        "\n\nHuman: \n\nAssistant:",
+    ],
+)
+def test_any_other_text_stays_one_user_message(tokenizer, text):
+    renderer = Renderer(tokenizer, 64)
+    assert renderer.encode(text) == renderer.encode([{"role": "user", "content": text}])
+
+
 def test_the_system_prompt_goes_first_unless_the_row_has_one(tokenizer):
     renderer = Renderer(tokenizer, 64, "be kind")
     own = [{"role": "system", "content": "hello"}, {"role": "user", "content": "world"}]

@@ -45,7 +45,7 @@ def test_bad_rows_are_told_or_counted(tmp_path):
 
 
 def test_a_stage_gets_the_responses_it_trains_on(tmp_path):
-    rows = [{"query": "q", "response": ["x", "y"], "score": [0.3, 0.7], "answer": 4}]
+    rows = [{"prompt": "q", "response": ["x", "y"], "score": [0.3, 0.7], "answer": 4}]
     path = written(tmp_path / "a.jsonl", rows)
 
     def first(stage):

@@ -1,11 +1,16 @@
 """What an example looks like in token ids, and what happens to one that is too long."""
 
+import json
+
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from buffer.examples import Example
-from buffer.rendering import PromptRefused
+from buffer.experiment import DataConfig
+from buffer.prompts import open_prompts
+from buffer.rendering import PromptRefused, Renderer
+from buffer.stream import open_stream
 from learner.offline.encoding import Encoder
 
 VOCABULARY = {"<end>": 0, "a": 1, "b": 2, "ab": 3, "c": 4, " ": 5, "<turn>": 6, "?": 7}
@@ -52,6 +57,35 @@ def test_a_chat_is_rendered_as_rollout_servers_render_it(tokenizer):
     chat = ({"role": "user", "content": "a"},)
     assert ids(encoder(tokenizer).encode(example(chat, "b"))) == ([TURN, A, TURN], [[B, END]])
     assert ids(encoder(tokenizer).encode(example("a", "b"))) == ([TURN, A, TURN], [[B, END]])
+
+
+TRANSCRIPT = "\n\nHuman: ab c\n\nAssistant: "
+
+
+@pytest.mark.parametrize(
+    ("template", "prompt"), [(TEMPLATE, "<turn>ab c<turn>"), (None, TRANSCRIPT)], ids=["template", "none"]
+)
+@pytest.mark.parametrize(
+    "row", [{"query": "ab c"}, {"query": TRANSCRIPT}, {"prompt": TRANSCRIPT}], ids=["query", "rm", "text"]
+)
+def test_every_stage_makes_the_same_prompt_of_a_row(tokenizer, tmp_path, row, template, prompt):
+    tokenizer.chat_template = template
+    path = tmp_path / "rows.jsonl"
+    expected = tokenizer.encode(prompt)
+
+    def data(**more):
+        path.write_text(json.dumps({**row, **more}) + "\n")
+        return DataConfig.model_validate({"train": {"kind": "files", "path": str(path)}})
+
+    def offline(stage, **more):
+        found = open_stream(data(**more), 1, stage).take(1)[0]
+        return encoder(tokenizer, max_length=64).encode(found).prompt.tolist()
+
+    answered = {"response": ["b", "c"], "score": [1, 0]}
+    assert offline("sft", response="b") == offline("sft", **answered) == expected
+    assert offline("reward", **answered) == offline("dpo", **answered) == expected
+    for more in ({}, {"response": "b"}, answered):
+        assert Renderer(tokenizer, 64).render(open_prompts(data(**more), 1).rows[0], 8) == expected
 
 
 def test_a_response_that_does_not_fit_is_left_out_and_an_example_without_enough_refused(tokenizer):
