@@ -50,6 +50,7 @@ def trained(
         return found
     try:
         family = families.read(path, head)
+        family.check_length(max_length)
         if layout is not None:
             family.check_layout(layout, layout_key)
     except ValueError as error:

@@ -140,6 +140,7 @@ def plan(config: Path, overrides: list[str], target: Target) -> Plan:
 def of(experiment: WholeExperiment, family: Family, target: Target) -> Plan:
     """The plan of an experiment that was read already."""
     family.check_layout(experiment.learner.parallel)
+    family.check_length(experiment.model.max_length)
     if (value := experiment.learner.value) is not None:
         of, key = (value.ranks, value.ranks.KEY) if value.ranks else (experiment.learner, "learner")
         families.read(value.path, "score").check_layout(of.parallel, f"{key}.parallel")

@@ -76,6 +76,7 @@ def _of_stage(experiment: OfflineExperiment, target: Target) -> Plan:
     head: Head = "score" if kind == "reward" else "vocabulary"
     family = families.read(experiment.model.path, head)
     family.check_layout(learner.parallel)
+    family.check_length(length)
     # Prompts of one token: of what fits, every other token is then a target. An example is never divided.
     number = RESPONSES[kind]
     tokens = max(learner.tokens_per_microbatch, 1 + number * (length - 1))

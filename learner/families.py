@@ -125,6 +125,8 @@ class Family:
     mixture: Mixture | None = None
     has_score: bool = False
     """Whether the folder holds a score head; otherwise it is made anew."""
+    window: int | None = None
+    """The tokens that each one attends to, itself among them, where a sequence can be longer."""
 
     def padded_vocab(self, tensor: int) -> int:
         """Rows of the embedding after padding to a multiple of the tensor-parallel size."""
@@ -168,6 +170,21 @@ class Family:
             raise ValueError(
                 f"{key}.expert={parallel.expert} does not divide the model's {experts} experts; "
                 f"use one of {', '.join(map(str, fitting))}"
+            )
+
+    def check_length(self, max_length: int) -> None:
+        """Refuse sequences that a sliding window would cut: attention here is over all that came before.
+
+        Args:
+            max_length: model.max_length.
+
+        Raises:
+            ValueError: Says which length would do.
+        """
+        if self.window is not None and max_length > self.window:
+            raise ValueError(
+                f"model.max_length={max_length} is more than its sliding window of {self.window} tokens, and "
+                f"windows are not supported; set it to {self.window} or less"
             )
 
     def check_adapters(self, lora: LoraConfig) -> None:
@@ -336,6 +353,7 @@ def from_config(config: dict[str, Any], where: str, head: Head = "vocabulary") -
         head=head,
         mixture=mixture,
         has_score=has_score,
+        window=_window(config),
     )
 
 
@@ -408,12 +426,11 @@ def _refuse_unsupported(config: dict[str, Any], where: str) -> None:
         raise ValueError(
             f"{where}: quantization_config: quantised weights cannot be trained; take the plain ones"
         )
-    windowed = config.get("sliding_window") and config.get("use_sliding_window", True)
-    if windowed and config["sliding_window"] < config["max_position_embeddings"]:
-        raise ValueError(
-            f"{where}: sliding_window {config['sliding_window']} is not supported; "
-            "set it to null if sequences stay shorter than it"
-        )
+
+
+def _window(config: dict[str, Any]) -> int | None:
+    window = config.get("sliding_window") if config.get("use_sliding_window", True) else None
+    return window if window and window < config["max_position_embeddings"] else None
 
 
 def _rope(config: dict[str, Any], where: str) -> Rope:

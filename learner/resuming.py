@@ -11,7 +11,7 @@ from learner import families
 from learner.checkpoint_files import EMA, META, VALUE
 from learner.config import LearnerConfig, TrainingConfig, ValueConfig
 
-NO_PART = ("head", "has_score", "max_positions")
+NO_PART = ("head", "has_score", "max_positions", "window")
 """Of a family, what a checkpoint's weights do not depend on."""
 
 

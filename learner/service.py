@@ -200,11 +200,12 @@ def check_start(experiment: LearnerExperiment | OfflineExperiment) -> None:
     """What can be told before the weights are read.
 
     Raises:
-        ValueError: A setting is for models with experts and this is none, or the checkpoint that the weights
-            are to start from is damaged.
+        ValueError: A setting is for models with experts and this is none, sequences go beyond its window, or
+            the checkpoint that the weights are to start from is damaged.
     """
     learner, path = experiment.learner, experiment.model.path
     family = families.read(path, families.own_head(path))
+    family.check_length(experiment.model.max_length)
     if learner.expert_balance and family.mixture is None:
         raise ValueError(
             f"learner.expert_balance={learner.expert_balance:g} would do nothing: {family.architecture} has "
@@ -281,6 +282,7 @@ def value_model(experiment: LearnerExperiment, layout: ParallelConfig) -> Critic
 
     learner, of = experiment.learner, experiment.learner.value
     assert of is not None
+    families.read(of.path, "score").check_length(experiment.model.max_length)
     dtype = getattr(torch, experiment.model.dtype)
     model = build_model(of.path, layout, dtype, learner.recompute, head="score")
     return Critic(of, make_trainable(model, of.optimizer, layout), learner.steps)

@@ -71,6 +71,17 @@ def test_what_the_learner_cannot_train_is_told_and_vllm_alone_may_serve_it(make_
     assert model_folder.served("model.path", str(folder), 128) == []
 
 
+def test_a_window_that_sequences_would_leave_is_told_and_vllm_alone_may_serve_it(make_model):
+    windowed = {"architectures": ["MistralForCausalLM"]}
+    assert trained(make_model("wide", **windowed, sliding_window=128)) == []
+    folder = make_model("narrow", **windowed, sliding_window=127)
+    (line,) = trained(folder)
+    assert line.startswith(
+        f"model.path={folder}: model.max_length=128 is more than its sliding window of 127"
+    )
+    assert model_folder.served("model.path", str(folder), 128) == []
+
+
 def test_a_layout_that_does_not_divide_the_model_is_told(make_model):
     (line,) = trained(make_model("plain"), layout=ParallelConfig(tensor=2))
     assert "learner.parallel.tensor=2 does not divide the model's 1 key-value heads" in line

@@ -3,7 +3,8 @@ import json
 import pytest
 
 from learner import families
-from learner.config import ParallelConfig
+from learner.config import LearnerExperiment, ParallelConfig
+from learner.service import check_start
 
 SMOL = {
     "architectures": ["LlamaForCausalLM"],
@@ -34,7 +35,6 @@ def family(**changes):
         ({"architectures": None}, "architecture none is not supported"),
         ({"attention_bias": True}, "attention_bias true is not supported"),
         ({"hidden_act": "gelu"}, "hidden_act gelu is not supported"),
-        ({"sliding_window": 4096}, "sliding_window 4096 is not supported"),
         ({"rope_parameters": {"rope_theta": 1e4, "rope_type": "yarn"}}, "rope type yarn is not supported"),
     ],
 )
@@ -94,9 +94,28 @@ def test_an_expert_size_that_does_not_divide_the_experts_is_refused():
     family(**MIXTRAL | {"intermediate_size": 97}).check_layout(ParallelConfig(tensor=3, expert=4))
 
 
+def test_sequences_stay_within_a_sliding_window():
+    windowed = family(architectures=["MistralForCausalLM"], sliding_window=4096)
+    windowed.check_length(4096)
+    with pytest.raises(ValueError, match=r"^model.max_length=4097 is more than .* set it to 4096 or less$"):
+        windowed.check_length(4097)
+
+
+def test_the_learners_own_ranks_refuse_sequences_beyond_a_window(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(SMOL | {"sliding_window": 64}))
+
+    def experiment(length):
+        of = {"name": "x", "run_dir": "r", "model": {"path": str(tmp_path), "max_length": length}}
+        return LearnerExperiment.model_validate(of)
+
+    check_start(experiment(64))
+    with pytest.raises(ValueError, match="set it to 64 or less"):
+        check_start(experiment(65))
+
+
 def test_a_window_that_no_sequence_can_leave_is_no_window():
-    assert family(sliding_window=8192).max_positions == 8192
-    assert family(sliding_window=64, use_sliding_window=False).max_positions == 8192
+    family(sliding_window=8192).check_length(8192)
+    family(sliding_window=64, use_sliding_window=False).check_length(8192)
 
 
 def test_a_tensor_size_that_does_not_divide_the_heads_is_refused_with_those_that_do():

@@ -49,7 +49,8 @@ MODELS = {
     "smollm": LlamaConfig(**(SIZES | SMOLLM_SIZES), rope_parameters=SMOLLM_ROPE, tie_word_embeddings=True),
     "qwen2": Qwen2Config(**SIZES, tie_word_embeddings=True),
     "qwen3": Qwen3Config(**SIZES, head_dim=16),
-    "mistral": MistralConfig(**SIZES, sliding_window=None, head_dim=8),
+    # As long as the longest sequence here: full attention is then the same.
+    "mistral": MistralConfig(**SIZES, sliding_window=70, head_dim=8),
     "mixtral": MixtralConfig(**SIZES, sliding_window=None, head_dim=8, num_local_experts=4),
     "qwen3-moe": Qwen3MoeConfig(**SIZES, **EXPERTS, num_experts_per_tok=2, norm_topk_prob=True),
     "qwen3-moe-plain": Qwen3MoeConfig(**SIZES, **EXPERTS, num_experts_per_tok=1, norm_topk_prob=False),
