@@ -32,6 +32,7 @@ pytestmark = pytest.mark.slow
 PROGRAM = Path(__file__).with_name("offline_jobs.py")
 WORDS = ["<end>", "?", *"abcdefghijklmnop"]
 END = 0
+PADDING = WORDS.index("?")
 LEARNED = {"sft": (120, 1e-2), "reward": (40, 5e-3), "dpo": (25, 2e-3)}
 """Steps and learning rate with which a stage learns its made task."""
 BETA = 0.5
@@ -264,15 +265,20 @@ def test_the_reward_model_learns_a_preference(one):
 
 @pytest.mark.parametrize("name", ["reward", "learned-reward"])
 def test_hugging_face_gives_the_reward_models_scores(data, one, name):
-    """In a batch with padding too: the end mark is not padding, though the source says so."""
+    """In one batch with padding: the end mark is not padding, though the source says so."""
     model = AutoModelForSequenceClassification.from_pretrained(one[name].model)
     assert model.config.num_labels == 1
+    assert model.config.pad_token_id is None, "it would score the token before the last of that id"
+    model.config.pad_token_id = PADDING
+    rows = sequences(read(data / "preferences-held-out.jsonl"))
+    texts = [torch.tensor([*prompt, *response]) for prompt, responses, _ in rows for response in responses]
+    assert len({len(text) for text in texts}) > 1
+    batch = torch.nn.utils.rnn.pad_sequence(texts, batch_first=True, padding_value=PADDING)
+    with torch.no_grad():
+        values = model(batch, attention_mask=(batch != PADDING).long()).logits[:, 0].tolist()
+    scores = dict(zip((tuple(text.tolist()) for text in texts), values, strict=True))
 
-    @torch.no_grad()
-    def score(prompt, response):
-        return model(torch.tensor([prompt + response])).logits.item()
-
-    pairs = held_out_pairs(data, score)
+    pairs = held_out_pairs(data, lambda prompt, response: scores[*prompt, *response])
     row = one[name].rows[-1]
     assert row["eval/pairs"] == len(pairs)
     assert row["eval/reward/preferred"] == pytest.approx(mean(p for p, _ in pairs), abs=1e-4)
