@@ -14,7 +14,7 @@ class PromptRefused(ValueError):
     """The row can never be sampled from.
 
     Attributes:
-        rule: The name under which its prompt is dropped and counted: `too_long` or `bad_row`.
+        rule: The name under which its prompt is dropped and counted: `too_long`, `bad_row` or `no_reward`.
     """
 
     def __init__(self, rule: str, detail: str) -> None:

@@ -107,7 +107,30 @@ RewardName = Annotated[str, AfterValidator(_reward_name)]
 """Part of metric names, file names and service names."""
 
 
-class FunctionReward(Section):
+class _OfRows(Section):
+    """A reward, of all rows or of some."""
+
+    only: dict[str, tuple[str | int | float | bool, ...]] = Field(default_factory=dict)
+    """The rows that it is for: those with this value, or with one of a list, under each of these keys. Of
+    another row it is neither asked nor counted. {} is for every row."""
+
+    @field_validator("only", mode="before")
+    @classmethod
+    def _as_lists(cls, given: object) -> object:
+        if not isinstance(given, dict):
+            raise ValueError("expected keys of rows with their values, such as {data_source: gsm8k}")
+        found = {key: v if isinstance(v, list | tuple) else [v] for key, v in given.items()}
+        for key, values in found.items():
+            if not values or not all(isinstance(v, str | int | float) for v in values):
+                raise ValueError(f"{key}: expected a text, a number, true or false, or a list of them")
+        return found
+
+    def is_for(self, row: dict[str, Any]) -> bool:
+        """Whether this reward is asked about completions of the row."""
+        return all(key in row and row[key] in values for key, values in self.only.items())
+
+
+class FunctionReward(_OfRows):
     """Computed by a function, in processes of its own."""
 
     function: str
@@ -122,7 +145,7 @@ class FunctionReward(Section):
     """Of address space one reward process may take beyond what its imports did."""
 
 
-class ModelReward(Section):
+class ModelReward(_OfRows):
     """Scored by a reward model, which a scorer serves (`slipstream scorer`)."""
 
     model: str

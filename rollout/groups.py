@@ -48,6 +48,7 @@ def evaluation_plan(evaluation: EvalConfig, sampling: SamplingConfig) -> Samplin
 
 class Rewards(Protocol):
     async def ready(self) -> None: ...
+    def check(self, row: dict[str, Any]) -> None: ...
     async def score(self, answer: Answer) -> Total: ...
 
 
@@ -93,11 +94,12 @@ class GroupRunner:
         """The whole group; if one completion fails, the others are cancelled and so does the group.
 
         Raises:
-            PromptRefused: The row can never be sampled from.
+            PromptRefused: The row can never be sampled from, or scored.
             CompletionFailed: A completion failed, or `group_timeout`; another try may go well.
             EngineFailed: The engine is gone.
         """
         plan = self._plans[lease.kind]
+        self._rewards.check(lease.prompt.row)
         prompt_ids = self._renderer.render(lease.prompt.row, plan.max_tokens)
         sampled: list[int] = []
         try:

@@ -12,6 +12,7 @@ import numpy as np
 
 from buffer.errors import BadMessage, Unreachable
 from buffer.keys import ClientKeys
+from buffer.rendering import PromptRefused
 from rollout.config import FunctionReward, ModelReward, Reward
 from rollout.engine import Completion, CompletionFailed, gravest
 from rollout.reward_pool import RewardPool
@@ -22,6 +23,7 @@ from rollout.scorer.wire import Ids, ScoringFailed, Welcome, Words
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+Row = dict[str, Any]
 
 SCORER_WAIT_S = 600.0
 """How long a server waits for a scorer before its first group."""
@@ -31,7 +33,7 @@ SCORER_WAIT_S = 600.0
 class Answer:
     """A completion and what it answers. Made by the group runner, read by every reward."""
 
-    row: dict[str, Any]
+    row: Row
     """The prompt's, as the data source gave it."""
     prompt_ids: list[int]
     completion: Completion
@@ -62,15 +64,22 @@ class Scorer(Protocol):
 Reach = Callable[[str, ModelReward], Awaitable[Scorer]]
 
 
+IsFor = Callable[[Row], bool]
+
+
 class TotalReward:
     """All rewards of a run whose weight is not 0; the others cost nothing.
 
     Args:
         weighted: Weight and source by name.
+        is_for: By name, whether a reward is for a row; one that is not here is for every row.
     """
 
-    def __init__(self, weighted: Mapping[str, tuple[float, Source]]) -> None:
+    def __init__(
+        self, weighted: Mapping[str, tuple[float, Source]], is_for: Mapping[str, IsFor] | None = None
+    ) -> None:
         self._weighted = dict(weighted)
+        self._is_for = dict(is_for or {})
 
     async def ready(self) -> None:
         """Wait until every reward can be asked.
@@ -81,15 +90,29 @@ class TotalReward:
         """
         await self._all(source.ready() for _, source in self._weighted.values())
 
+    def check(self, row: Row) -> None:
+        """Refuse a row that no reward is for.
+
+        Raises:
+            PromptRefused: `no_reward`.
+        """
+        if self._weighted and not self._asked(row):
+            raise PromptRefused("no_reward", "by `only`, none of rollout.rewards is for this row")
+
+    def _asked(self, row: Row) -> dict[str, tuple[float, Source]]:
+        is_for = self._is_for
+        return {n: of for n, of in self._weighted.items() if n not in is_for or is_for[n](row)}
+
     async def score(self, answer: Answer) -> Total:
-        """Ask all rewards at once; the first that fails ends the others.
+        """Ask all rewards that are for the row at once; the first that fails ends the others.
 
         Raises:
             CompletionFailed: One of them failed.
         """
-        found = await self._all(source.values(answer) for _, source in self._weighted.values())
+        asked = self._asked(answer.row)
+        found = await self._all(source.values(answer) for _, source in asked.values())
         reward, parts = 0.0, {}
-        for (name, (weight, _)), (value, named) in zip(self._weighted.items(), found, strict=True):
+        for (name, (weight, _)), (value, named) in zip(asked.items(), found, strict=True):
             reward += weight * value
             parts |= {name: value} | {f"{name}/{part}": number for part, number in named.items()}
         return Total(reward, parts)
@@ -205,4 +228,4 @@ async def open_rewards(
         else:
             scorer = await (reach or connect)(name, reward)
             weighted[name] = reward.weight, ModelSource(name, scorer, reward, fingerprint(tokenizer))
-    return TotalReward(weighted)
+    return TotalReward(weighted, {name: rewards[name].is_for for name in weighted})

@@ -53,6 +53,8 @@ APART = (*GAE, "learner.value.path=REWARD")
         (["sync.join_timeout_s=true"], "sync.join_timeout_s: expected a number, got true"),
         (["sync.join_timeout_s=.inf"], "sync.join_timeout_s: expected a finite number"),
         (["learner.steps=true"], "learner.steps: expected a whole number, got true"),
+        (["rollout.rewards.x={function: a:b, only: {k: []}}"], "x.only: k: expected a text, a number"),
+        (["rollout.rewards.x={model: /m, only: gsm8k}"], "rollout.rewards.x.only: expected keys of rows"),
         (["rollout.rewards={}"], "at least one reward whose weight is not 0"),
         (["data.train.sizes=3"], "data.train.sizes: unknown key; known here: args, kind, path"),
         (["eval.source.path=nothing"], "eval.source.path=nothing: expected package.module:function"),

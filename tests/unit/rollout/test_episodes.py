@@ -183,6 +183,9 @@ class Rewards:
     async def ready(self):
         return
 
+    def check(self, row):
+        return
+
     async def score(self, answer):
         self.rows.append(answer.row)
         return Total(sum(guess.reward(answer.completion.text, answer.row).values()), {})

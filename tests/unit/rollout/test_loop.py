@@ -50,6 +50,10 @@ class Rewards:
     async def ready(self):
         await self.there.wait()
 
+    def check(self, row):
+        if row.get("unscored"):
+            raise PromptRefused("no_reward", "as the row says")
+
     async def score(self, answer):
         self.answers.append(answer)
         if self.fault:
@@ -332,12 +336,19 @@ def test_a_failed_reward_is_no_reward(caplog):
     ]
 
 
-@pytest.mark.parametrize("rule", ["too_long", "bad_row"])
-def test_a_refused_prompt_is_dropped_at_the_first_try(rule, caplog):
+@pytest.mark.parametrize(
+    ("rule", "row"),
+    [
+        ("too_long", {"refuse": "too_long"}),
+        ("bad_row", {"refuse": "bad_row"}),
+        ("no_reward", {"unscored": True}),
+    ],
+)
+def test_a_refused_prompt_is_dropped_at_the_first_try(rule, row, caplog):
     caplog.set_level(logging.WARNING, "rollout.loop")
 
     async def go():
-        rows = [{"prompt": "p0", "refuse": rule}, *ROWS[1:3]]
+        rows = [{"prompt": "p0", **row}, *ROWS[1:3]]
         engine = ScriptedEngine(plain_completion)
         async with Bench(engine, rows=rows, epochs=1) as bench:
             batch = await first_batch(bench)

@@ -89,6 +89,9 @@ def test_a_row_that_cannot_be_rendered_gets_its_reason_and_no_completions(tmp_pa
             return [1, 2, 3]
 
     class Rewards:
+        def check(self, row):
+            return
+
         async def score(self, answer):
             value = float(answer.row["answer"])
             assert answer.prompt_ids == [1, 2, 3]

@@ -52,6 +52,60 @@ def test_the_reward_is_the_weighted_sum_and_parts_are_before_their_weights():
     }  # fmt: skip
 
 
+def config(**settings):
+    return FunctionReward(function="a:b", **settings)
+
+
+@pytest.mark.parametrize(
+    ("only", "rows"),
+    [
+        ({}, "abcd"),
+        ({"data_source": "gsm8k"}, "a"),
+        ({"data_source": ["gsm8k", "aime"]}, "ab"),
+        ({"data_source": ["gsm8k", "aime"], "level": 2}, "b"),
+        ({"level": 2}, "bc"),
+        ({"data_source": 7}, ""),
+    ],
+)
+def test_a_reward_is_for_the_rows_with_its_values(only, rows):
+    known = {
+        "a": {"data_source": "gsm8k", "level": 1},
+        "b": {"data_source": "aime", "level": 2},
+        "c": {"level": 2},
+        "d": {"data_source": ["gsm8k"]},
+    }
+    assert "".join(name for name, row in known.items() if config(only=only).is_for(row)) == rows
+
+
+def test_a_reward_that_is_not_for_a_row_is_neither_asked_nor_counted():
+    math, code, style = Fixed(1.0), Fixed(0.5, {"tests": 3.0}), Fixed(0.25)
+    rewards = TotalReward(
+        {"math": (2.0, math), "code": (1.0, code), "style": (1.0, style)},
+        {
+            "math": config(only={"data_source": "gsm8k"}).is_for,
+            "code": config(only={"data_source": ["mbpp", "humaneval"]}).is_for,
+        },
+    )
+
+    def scored(**row):
+        total = asyncio.run(rewards.score(Answer(row, [1, 2], COMPLETION)))
+        return total.reward, total.parts
+
+    code.fault = CompletionFailed("asked", "of a row that it is not for")
+    assert scored(data_source="gsm8k") == (2.25, {"math": 1.0, "style": 0.25})
+    assert scored(prompt="how?") == (0.25, {"style": 0.25})
+    code.fault, math.fault = None, code.fault
+    assert scored(data_source="mbpp") == (0.75, {"code": 0.5, "code/tests": 3.0, "style": 0.25})
+
+
+def test_a_row_that_no_reward_is_for_is_refused():
+    rewards = TotalReward({"math": (1.0, Fixed(1.0))}, {"math": config(only={"data_source": "gsm8k"}).is_for})
+    rewards.check({"data_source": "gsm8k"})
+    with pytest.raises(PromptRefused, match=r"no_reward: .* none of rollout.rewards is for this row"):
+        rewards.check({"data_source": "mbpp"})
+    TotalReward({"math": (1.0, Fixed(1.0))}).check({"data_source": "mbpp"})
+
+
 def test_rewards_are_asked_at_the_same_time():
     rewards = TotalReward({name: (1.0, Fixed(1.0, delay_s=0.2)) for name in "abcde"})
 
@@ -172,6 +226,7 @@ def test_a_score_that_does_not_come_fails_the_completion(fault, kind):
 def test_a_reward_of_weight_0_is_not_even_started(tmp_path):
     rewards = {
         "right": FunctionReward(function="rollout.rewards:exact_number", weight=2.0),
+        "of others": FunctionReward(function="rollout.rewards:contains", only={"data_source": "x"}),
         "broken": FunctionReward(function="no.such:function", weight=0.0),
         "absent": ModelReward(model="/nowhere", weight=0.0),
     }
