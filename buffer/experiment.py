@@ -89,20 +89,23 @@ class ModelConfig(Section):
         return native_dtype() if value == "auto" else value
 
 
-class JsonlSource(Section):
+class _Rows(Section):
+    adapter: str = "auto"
+    """How a row is read: a name of docs/data.md, `package.module:function` of your own, or `auto` to tell by
+    the keys of the first rows."""
+
+
+class JsonlSource(_Rows):
     kind: Literal["jsonl"]
     path: str
     """A file of one JSON object a line, of any shape of docs/data.md."""
 
 
-class FilesSource(Section):
+class FilesSource(_Rows):
     kind: Literal["files"]
     path: str | Annotated[tuple[str, ...], Field(min_length=1)]
     """A file, or several that are read as one: JSONL, a JSON array, parquet, arrow, or a folder that Hugging
     Face `datasets` saved."""
-    adapter: str = "auto"
-    """How a row is read: a name of docs/data.md, `package.module:function` of your own, or `auto` to tell by
-    the keys of the first rows."""
 
     @field_validator("path", mode="before")
     @classmethod
@@ -113,7 +116,7 @@ class FilesSource(Section):
         return value
 
 
-class FunctionSource(Section):
+class FunctionSource(_Rows):
     kind: Literal["function"]
     path: str
     """`package.module:function`; called with `args`, returns a list of rows of any shape of docs/data.md."""

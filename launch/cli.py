@@ -185,15 +185,20 @@ def generate(
     top_k: Annotated[
         int | None, typer.Option(min=1, help="From so many of the most probable tokens.")
     ] = None,
+    adapter: Annotated[
+        str, typer.Option(help="How a row is read (docs/data.md): a name, or module:function of yours.")
+    ] = "auto",
 ) -> None:
     """Complete every prompt of a file; the same command again goes on where it was stopped."""
+    from buffer.experiment import FilesSource
     from launch import prediction
 
     if top_p == 0:
         raise ValueError("--top-p: expected more than 0; greedy is --temperature 0")
     experiment = prediction.read(config, overrides or [], model)
     with _resumable(output):
-        typer.echo(prediction.generate(experiment, source, output, samples, temperature, top_p, top_k))
+        prompts = FilesSource(kind="files", path=str(source), adapter=adapter)
+        typer.echo(prediction.generate(experiment, prompts, output, samples, temperature, top_p, top_k))
 
 
 @app.command()

@@ -215,7 +215,9 @@ def _functions(e: WholeExperiment) -> dict[str, dict[str, str]]:
 
 
 def _paths(sources: Mapping[str, SingleSource]) -> dict[str, str]:
-    return {f"{key}.path": s.path for key, s in sources.items() if isinstance(s, FunctionSource)}
+    made = {f"{key}.path": s.path for key, s in sources.items() if isinstance(s, FunctionSource)}
+    read = {f"{key}.adapter": str(getattr(s, "adapter", "")) for key, s in sources.items()}
+    return made | {key: path for key, path in read.items() if ":" in path}
 
 
 def _sources(e: WholeExperiment) -> list[str]:

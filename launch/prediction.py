@@ -46,7 +46,7 @@ def read(config: Path, overrides: list[str], model: Path | None) -> PredictionEx
 
 def generate(
     experiment: PredictionExperiment,
-    source: Path,
+    source: FilesSource,
     output: Path,
     samples: int,
     temperature: float | None,
@@ -65,7 +65,7 @@ def generate(
     sampling = experiment.rollout.sampling
     chosen = sampling.temperature if temperature is None else temperature
     plan = SamplingPlan(samples, chosen, sampling.max_tokens, top_p, top_k)
-    rows = offline.open_rows(experiment, FilesSource(kind="files", path=str(source)))
+    rows = offline.open_rows(experiment, source)
     with engine_log(output.with_suffix(".log")) as terminal, progress("generating", terminal) as told:
         offline.generate(experiment, rows, plan, output, told)
     refused = refused_lines(output)

@@ -29,10 +29,12 @@ def greedy_tokens(model, prompt: list[int], count: int) -> list[int]:
 
 def test_generation_goes_on_where_it_was_interrupted_and_is_the_models_own(make_experiment, made_model):
     folder = make_experiment("generate")
-    rows = [{"prompt": f"t{3 + i % 50} t{4 + i // 50}", "number": i} for i in range(600)]
+    (folder / "shape.py").write_text("def read(row):\n    return {'prompt': row['words']}\n")
+    rows = [{"words": f"t{3 + i % 50} t{4 + i // 50}", "number": i} for i in range(600)]
     (folder / "many.jsonl").write_text("\n".join(map(json.dumps, rows)))
     output = folder / "out" / "answers.jsonl"
     command = [SLIPSTREAM, "generate", "experiment.yaml", "many.jsonl", str(output), "--temperature", "0"]
+    command += ["--adapter", "shape:read"]
 
     def interrupted(number: signal.Signals, at_line: int) -> tuple[int, str, str]:
         """Exit code, what was told, and what was written."""

@@ -98,6 +98,24 @@ def test_prompts_of_every_shape_go_out_as_rows(tmp_path):
     assert queue.rows[0] == {**row, "prompt": "\n\nHuman: 2+2?\n\nAssistant: "}
 
 
+def read_question(row):
+    return {"prompt": row["question"]}
+
+
+def asked():
+    return [{"question": "2+2?"}]
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "files", "function"])
+def test_an_adapter_reads_the_rows_of_every_kind_of_source(tmp_path, kind):
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"question": "2+2?"}\n')
+    source = {"kind": kind, "path": f"{__name__}:asked" if kind == "function" else str(path)}
+    source["adapter"] = f"{__name__}:read_question"
+    queue = open_prompts(DataConfig.model_validate({"train": source}), 1)
+    assert queue.rows[0] == {"question": "2+2?", "prompt": "2+2?"}
+
+
 def test_a_blend_never_gives_a_prompt_the_same_id_twice(tmp_path):
     parts = [
         {"source": files(tmp_path / "a", [{"prompt": f"a{i}"} for i in range(12)]), "weight": 1},

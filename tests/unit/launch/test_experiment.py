@@ -56,7 +56,7 @@ APART = (*GAE, "learner.value.path=REWARD")
         (["rollout.rewards.x={function: a:b, only: {k: []}}"], "x.only: k: expected a text, a number"),
         (["rollout.rewards.x={model: /m, only: gsm8k}"], "rollout.rewards.x.only: expected keys of rows"),
         (["rollout.rewards={}"], "at least one reward whose weight is not 0"),
-        (["data.train.sizes=3"], "data.train.sizes: unknown key; known here: args, kind, path"),
+        (["data.train.sizes=3"], "data.train.sizes: unknown key; known here: adapter, args, kind, path"),
         (["eval.source.path=nothing"], "eval.source.path=nothing: expected package.module:function"),
         (["model.max_length=9999"], "model.max_length=9999: the model in"),
         (["model.path=/nowhere"], "model.path=/nowhere: no config.json"),
@@ -64,6 +64,10 @@ APART = (*GAE, "learner.value.path=REWARD")
         ([*GAE, "learner.value.path=/nowhere"], "learner.value.path=/nowhere: no config.json"),
         (["learner.ptx.data={kind: jsonl, path: /no}"], "learner.ptx.data.path=/no: no such file"),
         (["learner.ptx.coefficient=0.1"], "learner.ptx.data"),
+        (
+            ["data.train={kind: jsonl, path: configs/demo.yaml, adapter: nope:f}"],
+            "data.train.adapter=nope:f: no module nope; expected",
+        ),
         (
             ["rollout.rewards.answer.function=nope:f"],
             "answer.function=nope:f: no module nope; expected",
