@@ -11,6 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from buffer.config_errors import placed
+from buffer.dotted import fault
 from buffer.experiment import FilesSource, load
 from launch import model_folder
 from rollout.config import PredictionExperiment, engine_faults
@@ -33,14 +34,18 @@ def read(config: Path, overrides: list[str], model: Path | None) -> PredictionEx
 
     Raises:
         ConfigError: One line per mistake.
-        ValueError: The model's folder cannot be one, or its engine cannot run here.
+        ValueError: The model's folder cannot be one, its engine cannot run here, or there is no such
+            episode.
     """
     given = [*overrides, *([f"model.path={model}"] if model else [])]
     experiment = load(config, given, PredictionExperiment)
     faults = model_folder.served("model.path", experiment.model.path, experiment.model.max_length)
     faults += engine_faults("rollout.engine", experiment.rollout.engine)
+    episode = experiment.rollout.episode
+    if episode is not None and (reason := fault(episode, is_async=True)):
+        faults.append(f"rollout.episode={episode}: {reason}")
     if faults:
-        raise ValueError("\n".join(placed(config, given, fault) for fault in faults))
+        raise ValueError("\n".join(placed(config, given, each) for each in faults))
     return experiment
 
 

@@ -104,6 +104,28 @@ def _told(ids: Sequence[int]) -> Completion:
     )
 
 
+async def answered(
+    episode: str | None, row: dict[str, Any], prompt_ids: list[int], sample: Sample, renderer: Renderer
+) -> tuple[Completion, dict[str, Any], list[dict[str, str]]]:
+    """What the policy answers to a prompt.
+
+    Args:
+        episode: Where the user's function is; None asks for one reply.
+
+    Returns:
+        The completion, the row for the rewards, and what was said and told, which is nothing without an
+        episode.
+
+    Raises:
+        CompletionFailed, PromptRefused, EngineFailed: As `play`.
+    """
+    if episode is None:
+        return await sample(prompt_ids, 0), row, []
+    chat = Chat(sample, renderer, prompt_ids)
+    row = await play(episode, row, chat)
+    return chat.completion(), row, chat.transcript
+
+
 async def play(path: str, row: dict[str, Any], chat: Chat) -> dict[str, Any]:
     """Run the user's episode to its end; the row for the rewards.
 

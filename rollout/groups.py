@@ -14,7 +14,7 @@ from buffer.records import Group, Lease, Trajectory
 from buffer.rendering import Renderer
 from rollout.config import SamplingConfig
 from rollout.engine import Completion, CompletionAborted, CompletionFailed, Engine, Request, gravest
-from rollout.episodes import Chat, play
+from rollout.episodes import answered
 from rollout.metrics import Meters
 from rollout.total_reward import Answer, Total
 
@@ -159,17 +159,13 @@ class GroupRunner:
                 top_k=plan.top_k,
             )
 
-        row = lease.prompt.row
-        facts: dict[str, Any] = {"prompt": last_words(row.get("prompt"))}
-        if self._episode is None:
-            completion = await sample(prompt_ids, 0)
-        else:
-            chat = Chat(sample, self._renderer, prompt_ids)
-            row = await play(self._episode, row, chat)
-            completion = chat.completion()
-            facts["conversation"] = [
-                {**said, "content": said["content"][: MAX_TEXT // chat.turns]} for said in chat.transcript
-            ]
+        facts: dict[str, Any] = {"prompt": last_words(lease.prompt.row.get("prompt"))}
+        completion, row, spoken = await answered(
+            self._episode, lease.prompt.row, prompt_ids, sample, self._renderer
+        )
+        if spoken:
+            most = MAX_TEXT // completion.turns
+            facts["conversation"] = [{**said, "content": said["content"][:most]} for said in spoken]
         total = await self._rewards.score(Answer(row, prompt_ids, completion))
         return trajectory(index, prompt_ids, completion, total, facts)
 

@@ -73,8 +73,6 @@ def evaluate(experiment: PredictionExperiment, folder: Path, told: Told) -> dict
     for name, reward in experiment.rollout.rewards.items():
         if isinstance(reward, ModelReward) and reward.weight != 0:
             model_reward(experiment.rollout, experiment.model, name)
-    if experiment.rollout.episode:
-        raise ValueError("evaluate asks once; expected no rollout.episode, set rollout.episode=null")
     rows = open_rows(experiment, config.source)
     plan = evaluation_plan(config, experiment.rollout.sampling)
     path = folder / "samples.jsonl"
@@ -138,7 +136,7 @@ async def _predict(
         stack.push_async_callback(engine.close)
         await engine.start()
         await engine.freeze()
-        predictor = Predictor(engine, renderer, plan, rewards)
+        predictor = Predictor(engine, renderer, plan, rewards, rollout.episode)
         # Twice what is decoded at a time keeps the engine full while the oldest row is waited for.
         window = max(2, 2 * rollout.engine.max_num_seqs // plan.samples)
         skip = _skips_bad_rows(experiment)
@@ -159,6 +157,7 @@ def _settings(
         "top_k": plan.top_k,
         "max_tokens": plan.max_tokens,
         "stop": list(experiment.rollout.sampling.stop),
+        "episode": experiment.rollout.episode,
         "rewards": {n: r.model_dump(mode="json") for n, r in experiment.rollout.rewards.items()}
         if scored
         else None,

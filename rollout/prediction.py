@@ -15,7 +15,8 @@ from typing import Any
 
 from buffer.examples import BadRow
 from buffer.rendering import PromptRefused, Renderer
-from rollout.engine import Engine, Request
+from rollout.engine import Completion, Engine, Request, gravest
+from rollout.episodes import answered
 from rollout.groups import Rewards, SamplingPlan
 from rollout.total_reward import Answer
 
@@ -31,15 +32,22 @@ class Predictor:
         renderer: Makes a prompt's token ids.
         plan: How many completions, at which temperature, how long.
         rewards: None leaves completions without.
+        episode: Where the user's function of several turns is; None asks for one reply.
     """
 
     def __init__(
-        self, engine: Engine, renderer: Renderer, plan: SamplingPlan, rewards: Rewards | None
+        self,
+        engine: Engine,
+        renderer: Renderer,
+        plan: SamplingPlan,
+        rewards: Rewards | None,
+        episode: str | None = None,
     ) -> None:
         self._engine = engine
         self._renderer = renderer
         self._plan = plan
         self._rewards = rewards
+        self._episode = episode
 
     async def line(self, number: int, row: Row) -> Line:
         """What is written of row `number`: the row, and its completions or why it has none.
@@ -49,27 +57,46 @@ class Predictor:
             EngineFailed: The engine is gone.
         """
         try:
+            if self._rewards is not None:
+                self._rewards.check(row)
             prompt_ids = self._renderer.render(row, self._plan.max_tokens)
+            made = await self._completions(number, prompt_ids, row)
         except PromptRefused as refused:
             return {"number": number, "row": row, "refused": str(refused), "completions": []}
-        samples = range(self._plan.samples)
-        made = await asyncio.gather(*(self._completion(f"{number}/{i}", prompt_ids, row) for i in samples))
         return {"number": number, "row": row, "prompt_tokens": len(prompt_ids), "completions": made}
+
+    async def _completions(self, number: int, prompt_ids: list[int], row: Row) -> list[Line]:
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                running = [
+                    tasks.create_task(self._completion(f"{number}/{i}", prompt_ids, row))
+                    for i in range(self._plan.samples)
+                ]
+        except BaseExceptionGroup as failures:
+            raise gravest(failures) from failures
+        return [task.result() for task in running]
 
     async def _completion(self, request_id: str, prompt_ids: list[int], row: Row) -> Line:
         plan = self._plan
-        request = Request(
-            request_id, prompt_ids, plan.max_tokens, plan.temperature, 0, plan.top_p, plan.top_k
-        )
-        completion = await self._engine.generate(request)
+
+        async def sample(ids: list[int], turn: int) -> Completion:
+            place = f"{request_id}/{turn}" if turn else request_id
+            room = min(plan.max_tokens, self._renderer.room(len(ids)))
+            return await self._engine.generate(
+                Request(place, ids, room, plan.temperature, 0, plan.top_p, plan.top_k)
+            )
+
+        completion, played, spoken = await answered(self._episode, row, prompt_ids, sample, self._renderer)
         told: Line = {
             "text": completion.text,
-            "tokens": len(completion.token_ids),
+            "tokens": int(completion.sampled_mask.sum()),
             "finish_reason": completion.finish_reason,
             "logprob": round(float(completion.logprobs.sum()), 6),
         }
+        if spoken:
+            told |= {"turns": completion.turns, "conversation": spoken}
         if self._rewards is not None:
-            total = await self._rewards.score(Answer(row, prompt_ids, completion))
+            total = await self._rewards.score(Answer(played, prompt_ids, completion))
             told |= {"reward": total.reward, "reward_parts": total.parts}
         return told
 

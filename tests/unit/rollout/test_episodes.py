@@ -14,6 +14,7 @@ from rollout.engine import Completion, CompletionFailed
 from rollout.episodes import Chat, play
 from rollout.groups import GroupRunner, SamplingPlan
 from rollout.metrics import Meters
+from rollout.prediction import Predictor
 from rollout.scripted import ScriptedEngine
 from rollout.total_reward import Total
 
@@ -191,15 +192,62 @@ class Rewards:
         return Total(sum(guess.reward(answer.completion.text, answer.row).values()), {})
 
 
-def test_the_example_plays_a_game_of_several_turns_through_a_group():
-    guesses = {"l/0": "3", "l/0/1": "5", "l/1": "oh", "l/1/1": "9", "l/1/2": "8", "l/2": "5"}
+def guessing(guesses):
+    """An engine that says a number at each turn, by the request's name."""
 
     def answer(request):
         ids = np.array([5, 0], np.int32)
-        zeros = np.zeros(2, np.int32)
-        return Completion(ids, zeros.astype(np.float32), zeros + 1, "stop", guesses[request.request_id])
+        logprobs = np.full(2, -0.5, np.float32)
+        return Completion(ids, logprobs, np.ones(2, np.int32), "stop", guesses[request.request_id])
 
-    engine, rewards, meters = ScriptedEngine(answer), Rewards(), Meters("s")
+    return ScriptedEngine(answer)
+
+
+def test_a_model_is_scored_on_the_episodes_that_it_was_trained_on():
+    engine, rewards = guessing({"7/0": "3", "7/0/1": "5", "7/1": "5"}), Rewards()
+    row = {"prompt": "guess", "answer": "5"}
+
+    async def go(rewards):
+        predictor = Predictor(
+            engine, Words(), SamplingPlan(2, 0.5, 8), rewards, "configs.custom.guess:episode"
+        )
+        return await predictor.line(7, row)
+
+    line = asyncio.run(go(rewards))
+    assert line["row"] == row
+    assert [c["reward"] for c in line["completions"]] == pytest.approx([1.5, 1.7])
+    assert [(c["turns"], c["text"]) for c in line["completions"]] == [(2, "5"), (1, "5")]
+    assert [c["conversation"] for c in line["completions"]] == [
+        [
+            {"role": "assistant", "content": "3"},
+            {"role": "user", "content": "Higher."},
+            {"role": "assistant", "content": "5"},
+        ],
+        [{"role": "assistant", "content": "5"}],
+    ]
+    assert [(c["tokens"], c["logprob"]) for c in line["completions"]] == [(4, -2.0), (2, -1.0)]
+    assert {r.temperature for r in engine.requests} == {0.5}
+    (told,) = [r.prompt_ids for r in engine.requests if r.request_id == "7/0/1"]
+    assert told == [1, 2, 5, 0, 70 + len("Higher.")]
+    unscored = asyncio.run(go(None))["completions"]
+    assert [c["turns"] for c in unscored] == [2, 1]
+    assert all("reward" not in c for c in unscored)
+
+
+def test_a_conversation_that_cannot_be_rendered_is_refused_like_a_prompt():
+    class Mute(Words):
+        def follow_up(self, messages, last_id):
+            raise PromptRefused("bad_row", "no template")
+
+    engine, row = guessing({"0/0": "3", "0/1": "3"}), {"prompt": "guess", "answer": "5"}
+    predictor = Predictor(engine, Mute(), SamplingPlan(2, 1.0, 8), Rewards(), "configs.custom.guess:episode")
+    line = asyncio.run(predictor.line(0, row))
+    assert (line["refused"], line["completions"]) == ("bad_row: no template", [])
+
+
+def test_the_example_plays_a_game_of_several_turns_through_a_group():
+    guesses = {"l/0": "3", "l/0/1": "5", "l/1": "oh", "l/1/1": "9", "l/1/2": "8", "l/2": "5"}
+    engine, rewards, meters = guessing(guesses), Rewards(), Meters("s")
     plans = {"train": SamplingPlan(3, 1.0, 8)}
     runner = GroupRunner(
         engine, Words(), rewards, lambda: 1, plans, 5.0, meters, "configs.custom.guess:episode"

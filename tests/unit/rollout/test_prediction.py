@@ -88,6 +88,9 @@ def test_a_row_that_cannot_be_rendered_gets_its_reason_and_no_completions(tmp_pa
                 raise PromptRefused("too_long", "9 tokens")
             return [1, 2, 3]
 
+        def room(self, length):
+            return 64 - length
+
     class Rewards:
         def check(self, row):
             return
