@@ -17,7 +17,7 @@ from typing import Any
 
 from buffer.errors import BufferInUse
 
-LAYOUT = 3
+LAYOUT = 4
 """Raised by one whenever the tables change; a file of another layout is refused."""
 PAGE_SIZE = 16384
 CHECKPOINT_PAGES = 16384
@@ -70,13 +70,14 @@ CREATE TABLE IF NOT EXISTS settled (
     PRIMARY KEY (kind, number, state)
 ) WITHOUT ROWID;
 
--- state: open, closed (every prompt scored or dropped), written (its lines are in eval.jsonl).
+-- state: open, closed (every prompt scored or dropped), written (its lines are in eval.jsonl). `results` and
+-- `rewards`, one for each completion of a prompt, are JSON.
 CREATE TABLE IF NOT EXISTS evals (
-    version INTEGER PRIMARY KEY, final INTEGER NOT NULL, state TEXT NOT NULL, score REAL, completions INTEGER
+    version INTEGER PRIMARY KEY, final INTEGER NOT NULL, state TEXT NOT NULL, results TEXT
 );
 CREATE TABLE IF NOT EXISTS eval_groups (
     prompt_id TEXT PRIMARY KEY, version INTEGER NOT NULL, row INTEGER NOT NULL, group_id TEXT NOT NULL,
-    completions INTEGER NOT NULL, reward_sum REAL NOT NULL, lines TEXT NOT NULL
+    rewards TEXT NOT NULL, lines TEXT NOT NULL
 ) WITHOUT ROWID;
 CREATE INDEX IF NOT EXISTS eval_groups_version ON eval_groups (version, row);
 """

@@ -14,6 +14,7 @@ from typing import Any
 from buffer.database import Database
 from buffer.handles import OUT
 from buffer.ledger import Ledger
+from buffer.pass_rate import rates
 from buffer.prompts import Row
 from buffer.records import Group, Trajectory
 
@@ -78,9 +79,9 @@ class Evaluations:
         trajectories = group.trajectories
         lines = "".join(_line(version, self.rows[row], group, t) for t in trajectories)
         self._database.run(
-            "INSERT INTO eval_groups VALUES (?, ?, ?, ?, ?, ?, ?)",
+            "INSERT INTO eval_groups VALUES (?, ?, ?, ?, ?, ?)",
             *(group.prompt_id, version, row, group.group_id),
-            *(len(trajectories), sum(t.reward for t in trajectories), lines),
+            *(json.dumps([t.reward for t in trajectories]), lines),
         )
         self._ledger.move(group.prompt_id, "scored")
         self._close_if_done(version)
@@ -99,37 +100,36 @@ class Evaluations:
         )
         if left:
             return
-        completions, rewards = self._database.run(
-            "SELECT total(completions), total(reward_sum) FROM eval_groups WHERE version = ?", version
-        ).fetchone()
-        score = rewards / completions if completions else None
+        rewards = self._database.run(
+            "SELECT rewards FROM eval_groups WHERE version = ? ORDER BY row", version
+        )
+        results = rates([json.loads(of) for (of,) in rewards])
         self._database.run(
-            "UPDATE evals SET state = 'closed', score = ?, completions = ? "
-            "WHERE version = ? AND state = 'open'",
-            *(score, int(completions), version),
+            "UPDATE evals SET state = 'closed', results = ? WHERE version = ? AND state = 'open'",
+            *(json.dumps(results), version),
         )
         self._ledger.changed = True
 
-    def scores(self) -> dict[int, float | None]:
-        """Mean reward of the newest evaluated versions; None where every prompt was dropped. All of them
-        would make each line of the buffer's metrics longer than the one before."""
+    def results(self) -> dict[int, dict[str, float]]:
+        """What `rates` says of the newest evaluated versions. All of them would make each line of the
+        buffer's metrics longer than the one before."""
         newest = self._database.run(
-            "SELECT version, score FROM evals WHERE state != 'open' ORDER BY version DESC LIMIT ?", SCORES
+            "SELECT version, results FROM evals WHERE state != 'open' ORDER BY version DESC LIMIT ?", SCORES
         ).fetchall()
-        return dict(reversed(newest))
+        return {version: json.loads(results) for version, results in reversed(newest)}
 
     def write(self) -> bool:
         """Append what closed since the last call to eval.jsonl, and forget it; whether there was anything."""
         closed = self._database.run(
-            "SELECT version, final, score, completions FROM evals WHERE state = 'closed' ORDER BY version"
+            "SELECT version, final, results FROM evals WHERE state = 'closed' ORDER BY version"
         ).fetchall()
-        for version, final, score, completions in closed:
+        for version, final, results in closed:
             rows = self._database.run("SELECT lines FROM eval_groups WHERE version = ? ORDER BY row", version)
             summary = {
                 "kind": "score",
                 "version": version,
-                "score": score,
-                "completions": completions,
+                "score": None,  # where every prompt was dropped
+                **json.loads(results),
                 "prompts": len(self.rows),
                 "final": bool(final),
             }

@@ -1,6 +1,7 @@
 """What is in a run's buffer, read beside a live service or after it: plain numbers for `slipstream buffer
 inspect`."""
 
+import json
 import sqlite3
 from collections import Counter, defaultdict
 from pathlib import Path
@@ -83,9 +84,14 @@ def _inspect(connection: sqlite3.Connection) -> dict[str, Any]:
         else dict(zip(("group_id", "prompt_id", "oldest_version", "tokens"), oldest, strict=True)),
         "dropped": under(counters, "dropped/"),
         "counters": counters,
-        "eval_scores": pairs("SELECT version, score FROM evals WHERE state != 'open' ORDER BY version"),
+        "evaluations": _evaluations(connection),
         "starvation": starvation(connection),
         "payload_bytes": connection.execute(
             "SELECT coalesce(sum(length(arrays)), 0) FROM payloads"
         ).fetchone()[0],
     }
+
+
+def _evaluations(connection: sqlite3.Connection) -> dict[int, dict[str, float]]:
+    closed = connection.execute("SELECT version, results FROM evals WHERE state != 'open' ORDER BY version")
+    return {version: json.loads(results) for version, results in closed}

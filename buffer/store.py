@@ -338,7 +338,7 @@ class Store:
             "equal_rewards": self.ledger.equal_rewards,
             "hopeless": self.ledger.hopeless(),
             "starvation": starvation(self.database.connection),
-            "eval_scores": {str(v): s for v, s in self.evaluations.scores().items()},
+            "evaluations": {str(v): results for v, results in self.evaluations.results().items()},
             "finished": self.finished(),
             "over": self.over(),
         }

@@ -120,9 +120,11 @@ def draw_reward(axes: Axes, history: History, target: float | None) -> bool:
         axes.plot(steps, smooth(rewards), color=BLUE, label="training reward, moving mean")
     if versions:
         scores = [float(history.scores[v]["score"]) for v in versions]
-        axes.plot(
-            versions, scores, "o-", color=ORANGE, markersize=7, linewidth=1.5, label="held-out evaluation"
-        )
+        errors = [float(history.scores[v].get("stderr") or 0) for v in versions]
+        axes.errorbar(
+            versions, scores, errors, fmt="o-", color=ORANGE, markersize=7, linewidth=1.5, capsize=3,
+            label="held-out evaluation ± standard error",
+        )  # fmt: skip
         for version, score in ((versions[0], scores[0]), (versions[-1], scores[-1])):
             axes.annotate(f"{score:.2f}", (version, score), (0, 9), textcoords="offset points", ha="center",
                           color=ORANGE, weight="bold")  # fmt: skip

@@ -23,7 +23,11 @@ class Summary:
     """Time of the recorded steps; pauses between restarts are not in it."""
     first_score: float | None
     last_score: float | None
+    last_stderr: float | None
+    """Standard error of the last score, over prompts."""
     last_scored_version: int | None
+    pass_rates: dict[str, tuple[float | None, float | None]]
+    """pass@k of the first and of the last evaluation, by name."""
     target: float | None
     reward_first: float | None
     reward_last: float | None
@@ -65,7 +69,7 @@ class Summary:
         """One line: did it reach what it was asked to?"""
         if self.first_score is None or self.last_score is None:
             return "no evaluation was made"
-        moved = f"{self.first_score:.3f} → {self.last_score:.3f}"
+        moved = f"{self.first_score:.3f} → {self.last_score:.3f}" + _say(" ± {:.3f}", self.last_stderr)
         if self.target is None:
             return f"eval score {moved}"
         if self.target_reached is None:
@@ -81,6 +85,7 @@ class Summary:
             ("steps", f"{self.steps} of {self.total_steps} in {clock(self.training_seconds)}{ended}"),
             ("reward", _say("{:.3f} first step → {:.3f} last step", self.reward_first, self.reward_last)),
             *((f"  {name}", _say("{:.3f} → {:.3f}", *ends)) for name, ends in self._shown_parts()),
+            *((name, _say("{:.3f} → {:.3f}", *ends)) for name, ends in self.pass_rates.items()),
             ("samples", _say("{:.2f} a second", self.samples_per_second)),
             ("tokens", _say("{:.0f} a second generated, {:.0f} a second trained", generated, trained)),
             (
@@ -171,11 +176,15 @@ def summarize(run_dir: Path, history: History | None = None) -> Summary:
         training_seconds=seconds,
         first_score=scores[versions[0]] if versions else None,
         last_score=scores[versions[-1]] if versions else None,
+        last_stderr=history.scores[versions[-1]].get("stderr") if versions else None,
         last_scored_version=versions[-1] if versions else None,
+        pass_rates=_ends([history.scores[v] for v in versions], "pass@"),
         target=(config.get("eval") or {}).get("target"),
         reward_first=mean_of(records[:1], "reward/mean"),
         reward_last=mean_of(records[-1:], "reward/mean"),
-        reward_parts=_reward_parts(records),
+        reward_parts={
+            key.removeprefix("reward_parts/"): ends for key, ends in _ends(records, "reward_parts/").items()
+        },
         samples_per_second=samples / seconds if seconds and samples else None,
         learner_tokens_per_second=tokens / seconds if seconds and tokens else None,
         server_tokens_per_second=sum(known_rates) if known_rates else None,
@@ -196,10 +205,11 @@ def summarize(run_dir: Path, history: History | None = None) -> Summary:
     )
 
 
-def _reward_parts(records: list[Record]) -> dict[str, tuple[float | None, float | None]]:
-    keys = dict.fromkeys(key for record in records for key in record if key.startswith("reward_parts/"))
+def _ends(records: list[Record], prefix: str) -> dict[str, tuple[float | None, float | None]]:
+    """What the first and the last record have under every key that begins so."""
+    keys = dict.fromkeys(key for record in records for key in record if key.startswith(prefix))
     first, last = records[:1], records[-1:]
-    return {k.removeprefix("reward_parts/"): (mean_of(first, k), mean_of(last, k)) for k in keys}
+    return {key: (mean_of(first, key), mean_of(last, key)) for key in keys}
 
 
 def read_config(run_dir: Path) -> dict[str, Any]:

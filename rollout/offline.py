@@ -11,12 +11,12 @@ from typing import Any
 import uvloop
 
 from buffer.experiment import PromptSource
+from buffer.pass_rate import part_means, rates
 from buffer.prompts import PromptRows, fingerprint
 from buffer.rendering import Renderer
 from buffer.stream import check, open_sources
 from rollout.config import ModelReward, PredictionExperiment
 from rollout.groups import SamplingPlan, evaluation_plan
-from rollout.pass_rate import part_means, rates
 from rollout.prediction import Line, Output, Predictor, Row, predict
 from rollout.scorer.folder import model_reward
 from rollout.scorer.local import LocalScorer, open_model

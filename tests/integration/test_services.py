@@ -39,7 +39,7 @@ def assert_whole(folder: Path, rows: list[dict], steps: int) -> None:
     assert (store["frontier"], store["finished"]) == (steps, steps)
     states = sum(map(Counter, store["prompts"].values()), Counter())  # the last may be the next epoch's
     assert states["batched"] + states["trained"] == steps * GROUPS, "every group trained once"
-    assert set(store["eval_scores"]) == {0, steps}
+    assert set(store["evaluations"]) == {0, steps}
     assert (folder / "run/model/model.safetensors").exists()
 
 

@@ -112,6 +112,6 @@ def test_evaluations_leave_their_scores_only(bench, group):
     for made in evaluated:
         assert b.deliver(made)
     assert rows(b)["eval_groups"] == 0
-    assert inspect(b.folder)["eval_scores"] == {0: 0.5}
+    assert inspect(b.folder)["evaluations"][0]["score"] == 0.5
     assert len((b.folder / "eval.jsonl").read_text().splitlines()) == 3 * 2 + 1
     assert not b.deliver(evaluated[0]), "and a second time is no second score"

@@ -1,3 +1,4 @@
+import json
 from contextlib import suppress
 
 import pytest
@@ -284,11 +285,26 @@ def test_evaluation_goes_first_and_is_never_trained(bench, group):
     b.deliver(group(leases[0], rewards=(1.0, 1.0)))
     b.deliver(group(leases[1], rewards=(0.0, 1.0)))
     assert not b.deliver(group(leases[1]))
-    assert b.store.status()["eval_scores"] == {"0": 0.75}
+    results = {
+        "prompts": 2, "completions": 4, "score": 0.75, "stderr": 0.25, "pass@1": 0.75, "pass@2": 1.0,
+    }  # fmt: skip
+    assert b.store.status()["evaluations"] == {"0": results}
     assert b.store.stock().stored == 0
     lines = (b.folder / "eval.jsonl").read_text().splitlines()
     assert len(lines) == 5
+    assert json.loads(lines[-1]) == {"kind": "score", "version": 0, "final": False, **results}
     assert '"completion": "completion 1"' in lines[1]
+
+
+def test_an_evaluation_whose_prompts_were_all_dropped_has_no_score(bench):
+    b = bench(rows=40, eval_rows=1)
+    b.do(lambda s: s.published(0))
+    (lease,) = b.lease(1)
+    b.do(lambda s: s.give_up(lease.lease_id, "too_long", False))
+    told = json.loads((b.folder / "eval.jsonl").read_text())
+    assert told == {
+        "kind": "score", "version": 0, "final": False, "score": None, "prompts": 1, "completions": 0,
+    }  # fmt: skip
 
 
 def test_an_evaluated_version_stays_the_newest_until_it_is_evaluated(bench, group):

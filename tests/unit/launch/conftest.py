@@ -160,4 +160,5 @@ def evaluation(version: int, score: float) -> list[dict[str, Any]]:
         for number, (a, b) in enumerate(sums)
         for index in range(2)
     ]  # fmt: skip
-    return [*rows, {"kind": "score", "version": version, "score": score, "completions": len(rows)}]
+    results = {"score": score, "stderr": 0.03125, "pass@1": score / 2, "pass@2": score}
+    return [*rows, {"kind": "score", "version": version, "completions": len(rows), **results}]

@@ -37,7 +37,10 @@ def test_a_finished_run_has_the_whole_report(make_run):
     assert told["dropped"] == {"failed": 4}
     assert told["staleness_max"] == 2
     assert told["pause_seconds_max"] == 0.5
-    assert "target 0.8 REACHED: eval score 0.200 → 0.840" in summary.text()
+    assert "target 0.8 REACHED: eval score 0.200 → 0.840 ± 0.031" in summary.text()
+    assert told["pass_rates"] == {"pass@1": [0.1, 0.42], "pass@2": [0.2, 0.84]}
+    assert "pass@2     0.200 → 0.840" in summary.text()
+    assert "| pass@1 | 0.100 → 0.420 |" in (folder / "summary.md").read_text()
     assert told["reward_parts"] == {"right": [0.4, 0.4], "short": [0.125, 0.125]}
     assert "short    0.125 → 0.125" in summary.text()
     assert str(folder) in summary.text()

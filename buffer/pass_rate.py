@@ -32,7 +32,7 @@ def rates(rewards: Sequence[Sequence[float]]) -> dict[str, float]:
         k = 1, 2, 4… up to the fewest completions any prompt has. Only the two counts when nothing was scored.
     """
     scored = [r for r in rewards if r]
-    counts = {"prompts": float(len(scored)), "completions": float(sum(len(r) for r in scored))}
+    counts: dict[str, float] = {"prompts": len(scored), "completions": sum(map(len, scored))}
     if not scored:
         return counts
     means = [fmean(r) for r in scored]

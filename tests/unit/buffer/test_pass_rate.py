@@ -3,7 +3,7 @@ from statistics import fmean, stdev
 
 import pytest
 
-from rollout.pass_rate import part_means, pass_at, rates
+from buffer.pass_rate import part_means, pass_at, rates
 
 
 @pytest.mark.parametrize(("samples", "passed"), [(1, 0), (1, 1), (5, 0), (5, 2), (6, 5), (6, 6)])
