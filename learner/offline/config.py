@@ -21,6 +21,8 @@ class RewardConfig(Section):
     """Score responses in the order in which the data scores them."""
 
     kind: Literal["reward"]
+    responses: int | None = Field(default=None, ge=2)
+    """Of a row with more, so many are trained each time it comes, drawn by the seed; null trains all."""
 
 
 class DpoConfig(PairLossConfig):

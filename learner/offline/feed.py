@@ -1,10 +1,11 @@
 """The examples of each step, in token ids: every rank takes the same rows and encodes its share of them."""
 
 import logging
+import random
 from collections import Counter
 from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from buffer.examples import Example
@@ -48,16 +49,27 @@ class ExampleFeed:
         stage: Says what teaches it something.
         batch_size: Rows of a step, over all ranks.
         epochs: Passes that there are; None for no end.
+        responses: Of an example with more, so many are drawn; None takes all.
+        seed: Of these draws.
     """
 
     def __init__(
-        self, rows: Rows, encoder: Encoder, stage: Stage, batch_size: int, epochs: int | None
+        self,
+        rows: Rows,
+        encoder: Encoder,
+        stage: Stage,
+        batch_size: int,
+        epochs: int | None,
+        responses: int | None = None,
+        seed: int = 0,
     ) -> None:
         self._rows = rows
         self._draws = None if epochs is None else epochs * len(rows)
         self._encoder = encoder
         self._stage = stage
         self._batch_size = batch_size
+        self._responses = responses
+        self._seed = seed
 
     def check_first(self) -> None:
         """Look at the first row, and stay before it.
@@ -77,8 +89,11 @@ class ExampleFeed:
         Raises:
             ValueError: A row that cannot be read, with its place.
         """
-        before = self._unreadable()
-        found = share(self._rows.take(self._batch_size), self._encoder, self._stage)
+        before, place = self._unreadable(), f"{self._seed}/{self._rows.position['draw']}"
+        rows = self._rows.take(self._batch_size)
+        if self._responses is not None:
+            rows = [some(row, self._responses, f"{place}/{i}") for i, row in enumerate(rows)]
+        found = share(rows, self._encoder, self._stage)
         if parallel.dp_rank() == 0:  # every rank skipped the same
             found.counts["bad_row"] += self._unreadable() - before
         return found
@@ -103,6 +118,16 @@ class ExampleFeed:
 
     def seek(self, position: dict[str, Any]) -> None:
         self._rows.seek(position)
+
+
+def some(example: Example, most: int, seed: str) -> Example:
+    """The example with so many of its responses at most, in their order."""
+    number = len(example.responses)
+    if number <= most:
+        return example
+    chosen = sorted(random.Random(seed).sample(range(number), most))
+    responses, scores = (tuple(of[i] for i in chosen) for of in (example.responses, example.scores))
+    return replace(example, responses=responses, scores=scores)
 
 
 def share(rows: Iterable[Example], encoder: Encoder, stage: Stage) -> Share:

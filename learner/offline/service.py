@@ -14,7 +14,7 @@ from learner import parallel
 from learner.checkpoint import Checkpoints
 from learner.config import LoraConfig
 from learner.metrics import Journal
-from learner.offline.config import HeldOutConfig, OfflineExperiment, SftConfig
+from learner.offline.config import HeldOutConfig, OfflineExperiment, RewardConfig, SftConfig
 from learner.offline.encoding import Encoder
 from learner.offline.feed import ExampleFeed, share
 from learner.offline.loop import OfflineParts, train
@@ -65,7 +65,10 @@ def _assemble(experiment: OfflineExperiment, stop: StopFlag, stack: ExitStack) -
     encoder = encoder_of(experiment)
     # The data is opened before the model: a mistake in it is told at once.
     rows = open_stream(experiment.data, experiment.seed, experiment.stage.kind)
-    feed = ExampleFeed(rows, encoder, stage, learner.batch_size, experiment.data.epochs)
+    drawn = experiment.stage.responses if isinstance(experiment.stage, RewardConfig) else None
+    feed = ExampleFeed(
+        rows, encoder, stage, learner.batch_size, experiment.data.epochs, drawn, experiment.seed
+    )
     feed.check_first()
     steps = min(n for n in (learner.steps, feed.steps()) if n is not None)
     check_start(experiment)

@@ -1,5 +1,7 @@
 """Which rows a step takes, what is left out of them, and where a resumed feed goes on."""
 
+import json
+
 import numpy as np
 import pytest
 
@@ -98,6 +100,39 @@ def test_rows_that_cannot_be_read_are_counted_once_over_all_ranks(as_rank, tmp_p
         of = ExampleFeed(open_stream(data, 1, "reward"), Letters(), STAGE, 2, 1)
         counted += sum(of.next().counts["bad_row"] for _ in range(2))
     assert counted == 3
+
+
+def test_so_many_responses_of_a_row_are_drawn_anew_each_time_and_the_same_again_after_a_resume(
+    as_rank, tmp_path
+):
+    path = tmp_path / "rows.jsonl"
+    few = {"prompt": "f", "response": ["a", "b"], "score": [1, 0]}
+    many = {"prompt": "m", "response": list("abcde"), "score": [5, 4, 3, 2, 1]}
+    path.write_text(f"{json.dumps(few)}\n{json.dumps(many)}\n")
+    data = DataConfig.model_validate({"train": {"kind": "jsonl", "path": str(path)}, "shuffle": False})
+
+    def made(seed=1):
+        return ExampleFeed(open_stream(data, 1, "reward"), Letters(), STAGE, 2, None, 3, seed)
+
+    def drawn(of, count):
+        for _ in range(count):
+            whole, some = of.next().examples
+            assert whole.scores == (1, 0)
+            letters = "".join(chr(r[0]) for r in some.responses)
+            assert [5 - "abcde".index(letter) for letter in letters] == list(some.scores)
+            yield letters
+
+    first = made()
+    letters = list(drawn(first, 20))
+    assert {len(drawn) for drawn in letters} == {3}
+    assert len(set(letters)) > 5
+    assert set("".join(letters)) == set("abcde")
+    again = made()
+    assert list(drawn(again, 12)) == letters[:12]
+    resumed = made()
+    resumed.seek(again.position)
+    assert list(drawn(resumed, 8)) == letters[12:]
+    assert list(drawn(made(seed=2), 20)) != letters
 
 
 def test_a_place_in_the_data_is_found_again(as_rank, tmp_path):
