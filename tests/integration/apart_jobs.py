@@ -19,7 +19,8 @@ class Job:
 
     def __init__(self, folder: Path, experiment: dict, role: str = "reference") -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        self._module = f"learner.{role}"
+        self.program = ["-m", f"learner.{role}"]
+        self.environment: dict[str, str] = {}
         self._config, self._log = folder / f"{role}.yaml", folder / f"{role}.log"
         self._config.write_text(yaml.safe_dump(experiment))
         section = experiment["learner"][role]
@@ -32,13 +33,13 @@ class Job:
 
     def start(self) -> "Job":
         torchrun = ["-m", "learner.torchrun", "--standalone", "--local-addr", "127.0.0.1"]
-        command = [sys.executable, *torchrun, f"--nproc-per-node={self._ranks}", "-m", self._module]
+        command = [sys.executable, *torchrun, f"--nproc-per-node={self._ranks}", *self.program]
         with self._log.open("ab") as log:
             self.process = subprocess.Popen(
                 [*command, str(self._config)],
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, "OMP_NUM_THREADS": "1"},
+                env={**os.environ, "OMP_NUM_THREADS": "1", **self.environment},
             )
         return self
 

@@ -4,6 +4,8 @@ import random
 import signal
 import subprocess
 import time
+from itertools import pairwise
+from pathlib import Path
 
 import pytest
 from apart_jobs import Job, jobs
@@ -12,6 +14,7 @@ from ppo_runs import PPO, assert_same_ppo
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
+KILLED_VALUE = Path(__file__).with_name("killed_value.py")
 NOBODY = "tcp://127.0.0.1:1"
 LAYOUTS = {"one": (1, {}), "tensor": (2, {"tensor": 2}), "pipeline": (2, {"pipeline": 2}), "data": (2, {})}
 VTRACE = {"value": {**PPO["value"], "targets": "vtrace", "rho_bar": 1.4, "c_bar": 0.8}}
@@ -140,6 +143,32 @@ def test_a_value_model_that_is_late_wrong_killed_or_hung_costs_time_only(
             learner.process.wait(120)
     assert "went back to step 0: it makes 2 updates again" in run.log
     assert "went back to step 2: it makes 2 updates again" in run.log
+    assert_same_ppo(run, undisturbed, rel=0)
+
+
+DIES_AT = ["values 2 1", "train 3 0", "save 4 0", "values 6 2", "load 4 0", "train 7 0", "export 8 0"]
+"""With two updates a batch, and a checkpoint every two batches: within its answers for a batch, in updates
+that nobody heard of yet, in its part of a checkpoint, in loading that, in writing the model."""
+
+
+def test_a_value_model_that_is_killed_in_the_middle_of_answering_costs_time_only(
+    undisturbed, model, tmp_path, address
+):
+    run = placed(tmp_path, model, address)
+    job = job_of(run)
+    whole, job.program = job.program, [str(KILLED_VALUE)]
+    job.environment = {"DIES_AT": DIES_AT[0]}
+    with jobs(job):
+        with learning(run):
+            for moment, then in pairwise([*DIES_AT, None]):
+                assert job.process.wait(240) == 1
+                assert f"dies at {moment}" in job.log, job.log[-3000:]
+                if then is None:
+                    job.program = whole
+                else:
+                    job.environment = {"DIES_AT": then}
+                job.start()
+        assert job.end() == 0, job.log
     assert_same_ppo(run, undisturbed, rel=0)
 
 
