@@ -1,8 +1,8 @@
 """Batches that teach nothing: no weight moves, the version goes on, and the next batch trains."""
 
-import json
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,11 +18,10 @@ from learner.config import LearnerExperiment, ParallelConfig
 from learner.critic import Critic
 from learner.feed import Command
 from learner.flow import Flow
-from learner.metrics import Journal
+from learner.metrics import StepReport, batch_row
 from learner.model import build_model
 from learner.optimizer import Trainable, make_trainable, prepare_schedule
 from learner.reference.local import Reference
-from learner.reporting import Reporter
 from learner.step import Updater
 
 KL = {"coefficient": 0.1, "target": 0.5, "horizon": 100}
@@ -86,7 +85,7 @@ class Made:
 
 @pytest.fixture
 def made(one_process, folders, tmp_path) -> Callable[..., Made]:
-    """Everything real but what is around the learner: the buffer, the sender, checkpoints."""
+    """Everything real but what is around the learner: buffer, sender, checkpoints, the journal."""
 
     def make(batches: list[Batch], updates: int = 1, **algorithm: Any) -> Made:
         value = {"path": str(folders / "value"), "optimizer": {"lr": 1e-2}}
@@ -121,17 +120,20 @@ def made(one_process, folders, tmp_path) -> Callable[..., Made]:
             versions.append([p.detach().clone() for model in models for p in model.parameters()])
 
         publish(0)
-        reporter = Reporter(Journal(tmp_path, tensorboard=False, version=0), 2, 1, counted=dict)
+        rows: list[dict[str, Any]] = []
+
+        def write(step: int, shard: Batch, report: StepReport, *others: object) -> None:
+            rows.append({"step": step, **batch_row(shard, 2), **report.row()})
+
         parts: dict[str, Any] = {
             "feed": SimpleNamespace(next=lambda index, wanted: (Command.TRAIN, batches[index])),
             "publishing": SimpleNamespace(publish=publish, settle=lambda: None, is_first=False, last=None),
+            "reporter": SimpleNamespace(timed=lambda name: nullcontext(), write=write),
             "checkpoints": SimpleNamespace(save=lambda *a: None, safe_step=lambda: 0),
         }
         parts["feed"].committed = lambda step: None
-        flow = Flow(of, policy, updater, reporter=reporter, stop=None, version=0, **parts)  # type: ignore[arg-type]
+        flow = Flow(of, policy, updater, stop=None, version=0, **parts)  # type: ignore[arg-type]
         loop.train(flow)
-        reporter.close()
-        rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
         return Made(flow, rows, versions)
 
     def trainable(of: LearnerExperiment, name: str) -> Trainable:
