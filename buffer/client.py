@@ -6,6 +6,7 @@ and `buffer/memory.py` has the same over a store in this process.
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Sequence
 from types import TracebackType
@@ -28,6 +29,8 @@ POLL_S = 2.0
 """A long poll is asked for in pieces this long."""
 GRACE_S = 2.0
 """A poll's answer may come this much after its time is over."""
+FOR_EVER = math.inf
+"""The deadline of a run's services: without the buffer they can only wait for it."""
 
 
 class RolloutBuffer(Protocol):
@@ -57,9 +60,9 @@ class BufferClient:
     """One connection to the buffer, for one role. Calls may run side by side; all of one event loop.
 
     Every request is repeated, under the same id, until it is answered or its own deadline is over, and at
-    once when the connection comes back: a buffer that was killed and restarted costs time only. All calls
-    raise `Unreachable` after `deadline_s` without an answer; the polls (`lease`, `batch`) instead come
-    back empty at their own timeout, as long as the buffer has been heard within `deadline_s`.
+    once when the connection comes back: a buffer that was killed and restarted costs time only. A call
+    raises `Unreachable` after `deadline_s` without an answer, but for `lease`, which comes back empty at its
+    own timeout; whoever waits says in its log for whom, and for how long.
     """
 
     def __init__(
@@ -186,9 +189,10 @@ class BufferClient:
     # Learner
 
     async def batch(self, index: int, dp_rank: int, dp_size: int, timeout_s: float) -> Batch | None:
-        """One rank's shard of batch `index`; None when it is not here within `timeout_s`.
+        """One rank's shard of batch `index`; None when the buffer says for `timeout_s` that it is not there.
 
-        One that is on its way is not asked for again: another call waits for the same, however slow the line.
+        One that is on its way when a call is cancelled is not asked for again: the next call waits for the
+        same, however slow the line.
 
         Raises:
             DataExhausted: No full batch can ever come.
@@ -198,12 +202,11 @@ class BufferClient:
         shard = index, dp_rank, dp_size
         while True:
             asked = self._asked.get(shard) or self._ask_for(shard, deadline)
-            await asyncio.wait([asked], timeout=max(0.0, deadline - time.monotonic()) + GRACE_S)
-            if asked.done():
-                self._asked.pop(shard, None)
-                answer = self._answer_of(asked)
-                if answer is not None and flag(answer[0], "ready"):
-                    return _batch(*answer)
+            await asyncio.wait([asked])
+            self._asked.pop(shard, None)
+            reply, frames = asked.result()
+            if flag(reply, "ready"):
+                return _batch(reply, frames)
             if time.monotonic() >= deadline:
                 return None
 
@@ -213,15 +216,6 @@ class BufferClient:
         fields = {"index": index, "dp_rank": dp_rank, "dp_size": dp_size, "wait_s": wait_s}
         self._asked[shard] = asyncio.create_task(self._call("batch", fields, wait_s=wait_s))
         return self._asked[shard]
-
-    def _answer_of(self, asked: "asyncio.Task[Answer]") -> Answer | None:
-        """None where none came, and yet the buffer was heard."""
-        try:
-            return asked.result()
-        except Unreachable:
-            if time.monotonic() - self._requester.heard > self._deadline_s:
-                raise
-            return None
 
     async def published(self, version: int) -> None:
         """Every live server holds `version`."""
@@ -253,8 +247,6 @@ class BufferClient:
                 verb, fields, request_id=request_id, deadline=until, wait_s=fields["wait_s"]
             )
         except Unreachable:
-            if time.monotonic() - self._requester.heard > self._deadline_s:
-                raise
             self._requester.tell_silence(verb, started)
             return None
 

@@ -75,6 +75,9 @@ class Feed:
         """
         self._line = line
         self._timeout_s = timeout_s
+        self._denied_s = 0.0
+        """For how long the buffer has said that it is not there yet. Its silence does not count, which ends
+        nobody, nor does time in which this process was stopped."""
 
     def next(self, index: int, wanted: Callable[[], Command]) -> tuple[Command, Batch | None]:
         """Wait for the shard of batch `index` (TRAIN), or for something else to do.
@@ -120,8 +123,9 @@ class Feed:
 
         async def question(buffer: BatchSource) -> None:
             await buffer.finished(version)
-            while not (await buffer.status())["over"]:  # noqa: ASYNC110 - no event of another process
+            while not (await buffer.status())["over"]:
                 await asyncio.sleep(OVER_POLL_S)
+                self._denied_s += OVER_POLL_S
 
         return self._line.ask(question)
 
@@ -131,10 +135,9 @@ class Feed:
 
     def _wait(self, asked: "Future[Any] | None", wanted: Callable[[], Command], what: str) -> Command:
         """What global rank 0 decides, on all ranks; `asked` is what it waits for, TRAIN once there."""
-        started = time.monotonic()
-        deadline, word_s = started + self._timeout_s, FIRST_WORD_S
+        started, word_s, self._denied_s = time.monotonic(), FIRST_WORD_S, 0.0
         while True:
-            command = Command.WAIT if asked is None else self._decide(asked, wanted, what, deadline)
+            command = Command.WAIT if asked is None else self._decide(asked, wanted, what)
             if asked is not None and time.monotonic() - started > word_s and command is Command.WAIT:
                 logger.info("%s for %.0f s: %s", what, word_s, self._diagnosis())
                 word_s *= 2
@@ -143,9 +146,7 @@ class Feed:
             if command is not Command.WAIT:
                 return command
 
-    def _decide(
-        self, asked: "Future[Any]", wanted: Callable[[], Command], what: str, deadline: float
-    ) -> Command:
+    def _decide(self, asked: "Future[Any]", wanted: Callable[[], Command], what: str) -> Command:
         command = wanted()
         if command is not Command.WAIT:
             return command
@@ -156,7 +157,7 @@ class Feed:
                 return Command.DONE
             _raise_as_no_batch(error, what)
             return Command.TRAIN
-        if time.monotonic() > deadline:
+        if self._denied_s > self._timeout_s:
             limit = f"{self._timeout_s:.0f} s (learner.batch_timeout_s)"
             raise NoBatch(f"{what} for {limit}: {self._diagnosis()}")
         return Command.WAIT
@@ -175,9 +176,11 @@ class Feed:
 
         async def question(buffer: BatchSource) -> Batch:
             while True:
+                asked_at = time.monotonic()
                 batch = await buffer.batch(index, parallel.dp_rank(), parallel.dp_size(), REQUEST_S)
                 if batch is not None:
                     return batch
+                self._denied_s += min(time.monotonic() - asked_at, REQUEST_S)
 
         return self._line.ask(question)
 
@@ -186,8 +189,9 @@ class Feed:
         if self._line is not None:
             # The batch is assembled by now: rank 0 has its shard of it.
             future = asked or self._ask(index)
-            if not done_within(future, self._timeout_s):
-                raise NoBatch(f"rank {parallel.rank()}: its shard of batch {index} did not come")
+            while not done_within(future, TICK_S):
+                if self._denied_s > self._timeout_s:
+                    raise NoBatch(f"rank {parallel.rank()}: its shard of batch {index} did not come")
             _raise_as_no_batch(future.exception(), f"no batch {index}")
             batch = future.result()
             if parallel.tp_size() * parallel.pp_size() == 1:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from buffer.client import BufferClient
+from buffer.client import FOR_EVER, BufferClient
 from buffer.dotted import is_dotted, resolve
 from buffer.experiment import DataConfig
 from buffer.keys import client_keys, server_keys
@@ -378,7 +378,7 @@ def threads(configured: int | None) -> int:
 def buffer_client(experiment: LearnerExperiment) -> BufferClient:
     keys = client_keys(experiment.security.keys, "learner", "buffer")
     name = f"learner-{parallel.dp_rank()}"
-    return BufferClient(experiment.buffer.address, "learner", experiment.name, name, keys=keys)
+    return BufferClient(experiment.buffer.address, "learner", experiment.name, name, FOR_EVER, keys)
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import uvloop
 
-from buffer.client import BufferClient
+from buffer.client import FOR_EVER, BufferClient
 from buffer.dotted import resolve
 from buffer.errors import Refusal
 from buffer.experiment import ConfigError
@@ -143,7 +143,8 @@ async def _work(
     runner = make_runner(lambda: receiver.version, meters)
     metrics_path = Path(experiment.run_dir) / "metrics" / f"rollout-{name}.jsonl"
     buffer = experiment.buffer
-    async with BufferClient(buffer.address, "rollout", experiment.name, name, keys=keys["buffer"]) as client:
+    to_buffer = BufferClient(buffer.address, "rollout", experiment.name, name, FOR_EVER, keys["buffer"])
+    async with to_buffer as client:
         renew_period_s = min(RENEW_S, buffer.lease_timeout_s / 4)
         loop = RolloutLoop(client, receiver, runner, rollout.max_groups, renew_period_s, meters)
         logger.info("rollout server %s is up: up to %d groups at a time", name, rollout.max_groups)

@@ -11,7 +11,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Self
 
-from buffer.client import BufferClient
+from buffer.client import FOR_EVER, BufferClient
 from buffer.keys import client_keys
 from learner.apart.server import ApartServer
 from learner.apart.wire import Answer, Failed, Task
@@ -124,7 +124,7 @@ class Desk:
     async def _until_over(self) -> None:
         e = self._experiment
         keys = client_keys(e.security.keys, self._role, "buffer")
-        async with BufferClient(e.buffer.address, "observer", e.name, self._role, keys=keys) as buffer:
+        async with BufferClient(e.buffer.address, "observer", e.name, self._role, FOR_EVER, keys) as buffer:
             while not (await buffer.status())["over"]:  # noqa: ASYNC110  the buffer is another process
                 await asyncio.sleep(OVER_POLL_S)
 

@@ -11,7 +11,7 @@ from typing import TextIO
 
 import uvloop
 
-from buffer.client import BufferClient
+from buffer.client import FOR_EVER, BufferClient
 from buffer.errors import Refusal
 from buffer.keys import client_keys, server_keys
 from rollout.config import RolloutExperiment
@@ -71,7 +71,8 @@ async def serve_until_over(
     path = Path(experiment.run_dir) / "metrics" / f"scorer-{name}.jsonl"
     address = experiment.buffer.address
     keys = client_keys(experiment.security.keys, "scorer", "buffer")
-    async with BufferClient(address, "observer", experiment.name, f"scorer-{name}", keys=keys) as buffer:
+    to_buffer = BufferClient(address, "observer", experiment.name, f"scorer-{name}", FOR_EVER, keys)
+    async with to_buffer as buffer:
         await first_of(
             asyncio.create_task(unending(server.run())),
             lost,

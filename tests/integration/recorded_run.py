@@ -96,7 +96,7 @@ class Faults:
             self.running.start(service)
         for name in servers:
             self.start_server(name)
-        self.steps(1)
+        self.steps(1, within_s=170)
 
     def start_server(self, name: str, *more: str) -> None:
         if name not in self.servers:

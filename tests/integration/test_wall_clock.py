@@ -2,9 +2,6 @@
 
 import asyncio
 import json
-import shutil
-import struct
-import subprocess
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -12,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from moved_clock import MovedClock, built
 from recorded_run import LEASE_S, Faults, make_recorded_run, recorded_run
 
 from buffer.client import BufferClient
@@ -26,21 +24,8 @@ HIGHEST_RATE = 1e8
 
 
 @pytest.fixture
-def moved_clock(tmp_path) -> tuple[list[str], Callable[[int], None]]:
-    """The start of a command whose wall clock can be moved, and what moves it."""
-    compiler = shutil.which("cc")
-    if compiler is None:
-        pytest.skip("there is no C compiler (cc) to make a movable clock with")
-    library, offset = tmp_path / "moved_clock.so", tmp_path / "offset"
-    source = Path(__file__).with_name("moved_clock.c")
-    subprocess.run([compiler, "-shared", "-fPIC", "-O2", "-o", library, source, "-ldl"], check=True)
-    offset.write_bytes(struct.pack("q", 0))
-
-    def move(seconds: int) -> None:
-        with offset.open("r+b") as file:
-            file.write(struct.pack("q", seconds))
-
-    return ["env", f"LD_PRELOAD={library}", f"MOVED_CLOCK={offset}"], move
+def moved_clock(tmp_path) -> MovedClock:
+    return MovedClock(built(tmp_path), tmp_path / "offsets")
 
 
 @pytest.fixture
@@ -49,7 +34,7 @@ def faults(make_experiment, free_address, moved_clock) -> Iterator[Faults]:
     folder = make_recorded_run(
         make_experiment, free_address, "wall-clock", learner={"checkpoint": checkpoint}
     )
-    through, _ = moved_clock
+    through = moved_clock.command
     with recorded_run(folder) as made:
         made.start("a", through=dict.fromkeys(("buffer", "learner", "a"), through))
         yield made
@@ -68,9 +53,9 @@ async def keeps_its_lease(folder: Path, move: Callable[[], None], silent_s: floa
 
 
 def test_an_hour_forwards_and_two_back_change_no_lease_no_member_and_no_checkpoint(faults, moved_clock):
-    _, move = moved_clock
     for offset, silent_s in ((HOUR_S, LOOK_S), (-HOUR_S, LEASE_S + LOOK_S), (0, LOOK_S)):
-        kept = asyncio.run(keeps_its_lease(faults.running.folder, partial(move, offset), silent_s))
+        move = partial(moved_clock.move, offset)
+        kept = asyncio.run(keeps_its_lease(faults.running.folder, move, silent_s))
         assert kept is (silent_s < LEASE_S), offset
         until = time.monotonic() + LEASE_S + 1
         while time.monotonic() < until:

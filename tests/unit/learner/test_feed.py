@@ -103,6 +103,27 @@ def test_no_batch_within_the_deadline_says_what_the_buffer_knows(world):
         Feed(line, 0.3).next(7, waiting)
 
 
+class Gone(Scripted):
+    """Answers nothing until it is back."""
+
+    def __init__(self, answers):
+        super().__init__(answers)
+        self.back = threading.Event()
+
+    async def batch(self, index, dp_rank, dp_size, timeout_s):
+        while not self.back.is_set():  # noqa: ASYNC110  an event of another thread
+            await asyncio.sleep(0.01)
+        return await super().batch(index, dp_rank, dp_size, timeout_s)
+
+
+def test_time_in_which_the_buffer_is_silent_is_not_time_in_which_it_has_no_batch(world):
+    buffer = Gone([None, batch(0)])
+    with BufferLine(lambda: buffer) as line:
+        threading.Timer(1.0, buffer.back.set).start()
+        command, _ = Feed(line, 0.3).next(0, waiting)
+    assert command is Command.TRAIN
+
+
 def test_a_long_wait_says_now_and_then_for_whom(world, caplog, monkeypatch):
     caplog.set_level("INFO")
     monkeypatch.setattr(feed, "FIRST_WORD_S", 0.3)
