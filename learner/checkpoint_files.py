@@ -10,11 +10,13 @@ from pathlib import Path
 from typing import Any
 
 META = "meta.json"
+DIGEST = "digest"
+"""meta.json's own, of everything else in it."""
 VALUE = "value"
 """The folder of the value model, in a checkpoint of a run that has one."""
 EMA = "ema"
 """The folder of the averaged weights, likewise."""
-LOADED = (".distcp", ".metadata")
+LOADED = (".distcp", ".metadata", "common.pt")
 """How the names of files end that torch's loader opens."""
 
 
@@ -45,7 +47,8 @@ def complete(temporary: Path, target: Path, facts: dict[str, Any]) -> None:
     """
     files = dict(_digests(temporary))
     sync(temporary)
-    (temporary / META).write_text(json.dumps({**facts, "files": files}, indent=1))
+    meta: dict[str, Any] = json.loads(json.dumps({**facts, "files": files}))
+    (temporary / META).write_text(json.dumps({**meta, DIGEST: _digest_of(meta)}, indent=1))
     _sync(temporary / META)
     _sync(temporary)
     shutil.rmtree(target, ignore_errors=True)
@@ -110,17 +113,25 @@ def read_meta(path: Path) -> dict[str, Any]:
     """What meta.json says.
 
     Raises:
-        DamagedCheckpoint: It cannot be read, or lacks what every checkpoint's has.
+        DamagedCheckpoint: It cannot be read, or is not what was written.
     """
     try:
         meta = json.loads((path / META).read_text())
     except (OSError, ValueError, RecursionError) as error:
         raise DamagedCheckpoint(f"{path / META} cannot be read: {error}") from error
-    if not isinstance(meta, dict) or not {"step", "files", "dtype"} <= set(meta):
-        raise DamagedCheckpoint(f"{path / META} lacks step, files or dtype")
-    if not isinstance(meta["files"], dict):
-        raise DamagedCheckpoint(f"{path / META}: files is no map of names")
+    if not isinstance(meta, dict) or DIGEST not in meta:
+        raise DamagedCheckpoint(
+            f"{path / META} has no {DIGEST} of what it says: it is damaged, or of an older Slipstream"
+        )
+    if meta[DIGEST] != _digest_of(meta):
+        raise DamagedCheckpoint(f"{path / META} is not what was written")
     return meta
+
+
+def _digest_of(meta: dict[str, Any]) -> str:
+    """Of all that it says but the digest, however it is spaced and ordered."""
+    facts = {name: value for name, value in meta.items() if name != DIGEST}
+    return hashlib.blake2b(json.dumps(facts, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
 def _digests(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -11,7 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from learner import parallel
 from learner.checkpoint import Checkpoints, Setup
-from learner.checkpoint_files import VALUE, DamagedCheckpoint, being_written, verify
+from learner.checkpoint_files import VALUE, DamagedCheckpoint, being_written, read_meta, verify
 from learner.checkpoint_parts import reason_of
 from learner.config import OptimizerConfig, ParallelConfig
 from learner.model import build_model
@@ -56,13 +56,35 @@ def test_what_lies_in_a_folder_of_it_is_part_of_it(tmp_path):
         verify(path)
 
 
-def test_what_would_be_loaded_and_is_not_named_is_not_whole(written):
+def test_what_nobody_loads_may_lie_beside(written):
     path = written(10)
     (path / "notes.txt").write_text("nobody loads this")
     verify(path)
-    (path / "__0_0.distcp").write_bytes(b"weights of another checkpoint")
-    with pytest.raises(DamagedCheckpoint, match=r"__0_0.distcp is not named in meta.json"):
+
+
+@pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata", "common.pt"])
+def test_what_would_be_loaded_and_is_not_named_is_not_whole(written, name):
+    path = written(10)
+    (path / name).write_bytes(b"a pickle, say")
+    with pytest.raises(DamagedCheckpoint, match=f"{name} is not named in meta.json"):
         verify(path)
+
+
+def test_every_bit_of_meta_json_is_guarded(written, tmp_path):
+    path = written(10)
+    read = read_meta(path)
+    raw = (path / "meta.json").read_bytes()
+    harmless = 0
+    for place in range(8 * len(raw)):
+        damaged = bytearray(raw)
+        damaged[place // 8] ^= 1 << place % 8
+        (path / "meta.json").write_bytes(damaged)
+        try:
+            assert read_meta(path) == read, place
+            harmless += 1
+        except DamagedCheckpoint:
+            pass
+    assert harmless < 0.1 * 8 * len(raw), "white space, and no more"
 
 
 @pytest.mark.parametrize("damage", ["flip", "cut", "remove", "meta"])

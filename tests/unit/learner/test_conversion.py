@@ -270,12 +270,12 @@ def test_a_value_model_is_cut_and_converted_beside_its_policy(make, reward_model
     (checkpoint / "value/meta.json").unlink()
     facts = json.loads((checkpoint / "meta.json").read_text())
     complete(checkpoint.rename(tmp_path / "partial"), checkpoint, facts)
-    told = checkpoint / "meta.json"
     with pytest.raises(ValueError, match="the value model's folder is not told in it; give --value-model"):
         conversion.reshard(checkpoint, four, TWO_BY_TWO)
     with pytest.raises(ValueError, match="the value model's folder is not told in it; give --model FOLDER"):
         conversion.megatron_to_hf(checkpoint, tmp_path / "none", value=True)
-    told.write_text(json.dumps(json.loads(told.read_text()) | {"value_model": str(reward_model)}))
+    told = facts | {"value_model": str(reward_model)}
+    complete(checkpoint.rename(tmp_path / "again"), checkpoint, told)
     conversion.reshard(checkpoint, four, TWO_BY_TWO)
     halves = StoredTensors(four / "value").stored("decoder.layers.mlp.linear_fc2.weight")
     assert {chunk.shape for chunk in halves} == {(1, 32, 24)}
