@@ -7,6 +7,7 @@ rows (`buffer/settled.py`).
 
 import logging
 import uuid
+from collections import Counter
 from collections.abc import Callable
 
 from buffer.database import Database
@@ -16,8 +17,13 @@ from buffer.records import GivenUp, Lease, Prompt
 
 logger = logging.getLogger(__name__)
 
-SERVER_STOPPED = "server_stopped"
-"""Why a server that ends hands its leases back."""
+SILENCES = frozenset({"engine_silent", "scorer_silent"})
+"""Reasons to hand a lease back where engine or scorer left the server without any answer. It then takes no
+other lease until there is one."""
+BLAMELESS = SILENCES | {"server_stopped", "server_silent"}
+"""Those that count for nothing: a server that ends, or hands back what it is granted in such a silence."""
+OFTEN = 4
+"""A prompt that met so many silent ones is told of, and again at twice as many: it may be what hangs them."""
 MAX_FAILURES = 3
 """A prompt given up more often than this is dropped by rule `failed`."""
 MOST_FRUITLESS = 64
@@ -50,6 +56,8 @@ class Ledger:
         """Prompts dropped since the last group came, or since this was opened: what did not work may have
         been mended meanwhile."""
         self._failing = 0
+        self._silences = Counter[str]()
+        """How often each prompt was with a server that fell silent, until something becomes of it."""
         self.equal = 0
         """Groups in a row, up to the last one, whose completions were each rewarded alike."""
         self.equal_rewards = (0.0, 0.0)
@@ -205,6 +213,8 @@ class Ledger:
     # States
 
     def move(self, prompt_id: str, state: str) -> None:
+        if state != "queued":
+            del self._silences[prompt_id]
         self._database.run("UPDATE prompts SET state = ? WHERE prompt_id = ?", state, prompt_id)
 
     def requeue(self, prompt_id: str, cause: str) -> None:
@@ -221,11 +231,13 @@ class Ledger:
     def fail(self, prompt_id: str, reason: str, requeue: bool) -> GivenUp:
         """Count a failure; the prompt goes back to the queue, or is dropped.
 
-        What no try can mend is dropped under its reason's name, what failed too often under `failed`. A
-        server that stops says nothing about the prompt.
+        What no try can mend is dropped under its reason's name, what failed too often under `failed`.
+        BLAMELESS reasons count for nothing.
         """
-        if reason == SERVER_STOPPED:
-            self.requeue(prompt_id, SERVER_STOPPED)
+        if reason in BLAMELESS:
+            if reason in SILENCES:
+                self._met_silence(prompt_id, reason)
+            self.requeue(prompt_id, reason)
             return GivenUp(0, MAX_FAILURES + 1, True)
         self._database.count(f"failed/{reason}")
         failures = self._database.one(
@@ -239,3 +251,12 @@ class Ledger:
             self._failing += requeue
             self.drop(prompt_id, "failed" if requeue else reason)
         return GivenUp(failures, MAX_FAILURES + 1, again)
+
+    def _met_silence(self, prompt_id: str, reason: str) -> None:
+        self._silences[prompt_id] += 1
+        times = self._silences[prompt_id]
+        if times >= OFTEN and times.bit_count() == 1:
+            logger.warning(
+                "prompt %s was %d times with servers whose engine or scorer fell silent (%s): it may be what "
+                "hangs them", prompt_id, times, reason,
+            )  # fmt: skip

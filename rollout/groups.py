@@ -4,6 +4,7 @@ import asyncio
 import itertools
 import uuid
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -13,7 +14,15 @@ from buffer.experiment import EvalConfig
 from buffer.records import Group, Lease, Trajectory
 from buffer.rendering import Renderer
 from rollout.config import SamplingConfig
-from rollout.engine import Completion, CompletionAborted, CompletionFailed, Engine, Request, gravest
+from rollout.engine import (
+    Completion,
+    CompletionAborted,
+    CompletionFailed,
+    Engine,
+    EngineFailed,
+    Request,
+    gravest,
+)
 from rollout.episodes import answered
 from rollout.metrics import Meters
 from rollout.total_reward import Answer, Total
@@ -22,6 +31,8 @@ MAX_TEXT = 4000
 """Characters of a completion that travel with its trajectory, to be read by people."""
 MAX_PROMPT = 500
 """And of its prompt."""
+ANSWER_S = 10.0
+"""An engine that lives makes one token within this time, whatever else it has in hand."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +58,9 @@ def evaluation_plan(evaluation: EvalConfig, sampling: SamplingConfig) -> Samplin
 
 
 class Rewards(Protocol):
+    @property
+    def silent(self) -> list[str]: ...
+    async def answered(self) -> None: ...
     async def ready(self) -> None: ...
     def check(self, row: dict[str, Any]) -> None: ...
     async def score(self, answer: Answer) -> Total: ...
@@ -85,6 +99,20 @@ class GroupRunner:
         self._timeout_s = timeout_s
         self._meters = meters
         self._episode = episode
+        self._probe: asyncio.Task[None] | None = None
+        """A request for one token, made when a group is late: tells a hung engine from a slow prompt."""
+
+    @property
+    def silent(self) -> list[str]:
+        """Who leaves this server without an answer: nothing comes of a lease until they give one."""
+        waits = self._probe is not None and not self._probe.done()
+        return [*(["the engine"] if waits else []), *self._rewards.silent]
+
+    async def answered(self) -> None:
+        """Wait until nobody is silent."""
+        if self._probe is not None:
+            await asyncio.wait([self._probe])
+        await self._rewards.answered()
 
     async def ready(self) -> None:
         """Wait until groups can be scored; raises what keeps that from ever being so."""
@@ -95,7 +123,8 @@ class GroupRunner:
 
         Raises:
             PromptRefused: The row can never be sampled from, or scored.
-            CompletionFailed: A completion failed, or `group_timeout`; another try may go well.
+            CompletionFailed: A completion failed, `group_timeout`, or `engine_silent`, of which the prompt
+                cannot be the cause; another try may go well.
             EngineFailed: The engine is gone.
         """
         plan = self._plans[lease.kind]
@@ -119,7 +148,10 @@ class GroupRunner:
                     for index in range(plan.samples)
                 ]
         except TimeoutError:
-            raise CompletionFailed("group_timeout", f"not finished within {self._timeout_s:g} s") from None
+            late = f"not finished within {self._timeout_s:g} s"
+            if await self._engine_answers(lease, prompt_ids):
+                raise CompletionFailed("group_timeout", late) from None
+            raise CompletionFailed("engine_silent", f"{late}, nor is one token more") from None
         except BaseExceptionGroup as failures:
             raise gravest(failures) from failures
         return Group(
@@ -129,6 +161,20 @@ class GroupRunner:
             kind=lease.kind,
             trajectories=tuple(task.result() for task in running),
         )
+
+    async def _engine_answers(self, lease: Lease, prompt_ids: list[int]) -> bool:
+        """Whether it samples a token at all; late groups ask together."""
+        if self._probe is None or self._probe.done():
+            self._probe = asyncio.create_task(self._one_token(lease, prompt_ids))
+        done, _ = await asyncio.wait([self._probe], timeout=min(ANSWER_S, self._timeout_s))
+        return bool(done)
+
+    async def _one_token(self, lease: Lease, prompt_ids: list[int]) -> None:
+        version, plan = self._version(), self._plans[lease.kind]
+        assert version is not None, "sampling before the first version"
+        name = f"{lease.lease_id}/one-token"
+        with suppress(CompletionFailed, EngineFailed):  # that is an answer, too
+            await self._engine.generate(Request(name, prompt_ids, 1, plan.temperature, version))
 
     async def _trajectory(
         self, index: int, lease: Lease, prompt_ids: list[int], plan: SamplingPlan, sampled: list[int]

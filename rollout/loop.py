@@ -3,8 +3,8 @@
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator
-from typing import Protocol
+from collections.abc import AsyncIterator, Coroutine
+from typing import Any, Protocol
 
 from buffer.client import RolloutBuffer
 from buffer.errors import BadMessage, RunFinished
@@ -17,6 +17,8 @@ logger = logging.getLogger(__name__)
 
 LEASE_POLL_S = 20.0
 HAND_BACK_S = 5.0
+SILENT = "server_silent"
+"""Why a lease goes back that was granted while engine or scorer left this server without an answer."""
 
 
 class Weights(Protocol):
@@ -26,6 +28,9 @@ class Weights(Protocol):
 class Runner(Protocol):
     """`rollout.groups.GroupRunner`, but where groups are recorded ones."""
 
+    @property
+    def silent(self) -> list[str]: ...
+    async def answered(self) -> None: ...
     async def ready(self) -> None: ...
     async def run(self, lease: Lease) -> Group: ...
 
@@ -66,12 +71,12 @@ class RolloutLoop:
         """Until the run is over.
 
         Consumes: leases, training and evaluation alike.
-        Waits for: the first policy version, and the scorers of reward models; then room for a group; then the
-            buffer to grant a lease.
+        Waits for: the first policy version, and the scorers of reward models; then room for a group, and an
+            engine and scorers that answer; then the buffer to grant a lease.
         Unblocked by: the learner's publish and the scorers' answers, or the end of the run; a group that was
             delivered or given up; the learner's progress, which lets the buffer grant more.
         """
-        await self._everything_there()
+        await self._unless_run_ends(self._arrived())
         self._meters.wait_for("leases")
         async with asyncio.TaskGroup() as tasks, self._leases_kept(tasks):
             while not self._finished:
@@ -79,10 +84,9 @@ class RolloutLoop:
                 for lease in await self._take(room):
                     self._held[lease.lease_id] = tasks.create_task(self._work(lease))
 
-    async def _everything_there(self) -> None:
-        """Wait for something to sample with and to score with; a run that ends meanwhile has no use for this
-        server."""
-        arrived = asyncio.create_task(self._arrived())
+    async def _unless_run_ends(self, arrival: Coroutine[Any, Any, None]) -> None:
+        """Wait for what no group can be made without; a run that ends meanwhile does not need this server."""
+        arrived = asyncio.create_task(arrival)
         ended = asyncio.create_task(self._run_ended())
         try:
             done, _ = await asyncio.wait([arrived, ended], return_when=asyncio.FIRST_COMPLETED)
@@ -103,18 +107,28 @@ class RolloutLoop:
             await self._take(0)  # no lease; but the buffer knows of this server, and tells it of the end
 
     async def _room(self) -> int:
-        """How many more groups fit; waits until it is at least one."""
+        """How many more groups fit; waits until it is at least one, and something may come of it."""
         while (room := self._max_groups - len(self._held)) <= 0:
             self._freed.clear()
             await self._freed.wait()
+        if silent := self._runner.silent:
+            logger.warning("waiting for %s: no lease is taken until it answers", " and ".join(silent))
+            await self._unless_run_ends(self._runner.answered())
+            if not self._finished:
+                logger.info("%s answered", " and ".join(silent))
         return room
 
     async def _take(self, room: int) -> list[Lease]:
         try:
-            return await self._buffer.lease(room, LEASE_POLL_S)
+            leases = await self._buffer.lease(room, LEASE_POLL_S)
+            if room and self._runner.silent:
+                for lease in leases:
+                    await self._buffer.give_up(lease.lease_id, SILENT, requeue=True)
+                return []
         except RunFinished:
             self._finished = True
             return []
+        return leases
 
     async def _work(self, lease: Lease) -> None:
         """One lease from start to end. A group that fails is given up by name; nothing of it is trained."""
@@ -197,6 +211,8 @@ class RolloutLoop:
 def _told(outcome: GivenUp | None) -> str:
     if outcome is None:
         return ""
+    if not outcome.tries:
+        return ", queued again"
     if not outcome.queued:
         return f", dropped after {outcome.tries} tries" if outcome.tries == outcome.most else ", dropped"
     return f", try {outcome.tries} of {outcome.most}, queued again"

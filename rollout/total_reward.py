@@ -2,15 +2,17 @@
 
 import asyncio
 import logging
+import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
-from buffer.errors import BadMessage, Unreachable
+from buffer.client import FOR_EVER
+from buffer.errors import BadMessage, Refusal, Unreachable
 from buffer.keys import ClientKeys
 from buffer.rendering import PromptRefused
 from rollout.config import FunctionReward, ModelReward, Reward
@@ -48,8 +50,11 @@ class Total:
 
 
 class Source(Protocol):
-    """One reward. `values` raises `CompletionFailed`; `ready` whatever keeps it from ever working."""
+    """One reward. `values` raises `CompletionFailed`; `ready` whatever keeps it from ever working.
+    `unanswered` is what a scorer was asked in vain, and answers once it is back."""
 
+    @property
+    def unanswered(self) -> asyncio.Task[None] | None: ...
     async def ready(self) -> None: ...
     async def values(self, answer: Answer) -> tuple[float, dict[str, float]]: ...
 
@@ -58,7 +63,7 @@ class Scorer(Protocol):
     """A reward model, wherever it is: behind a socket (`ScorerClient`) or in this process (`LocalScorer`)."""
 
     async def hello(self, timeout_s: float) -> Welcome: ...
-    async def score(self, work: Ids | Words) -> float: ...
+    async def score(self, work: Ids | Words, timeout_s: float | None = None) -> float: ...
 
 
 Reach = Callable[[str, ModelReward], Awaitable[Scorer]]
@@ -80,6 +85,17 @@ class TotalReward:
     ) -> None:
         self._weighted = dict(weighted)
         self._is_for = dict(is_for or {})
+
+    @property
+    def silent(self) -> list[str]:
+        """Rewards whose scorers do not answer."""
+        return [f"the scorer of {name}" for name, (_, source) in self._weighted.items() if _waits(source)]
+
+    async def answered(self) -> None:
+        """Wait until all do."""
+        waiting = [source.unanswered for _, source in self._weighted.values() if source.unanswered]
+        if waiting:
+            await asyncio.wait(waiting)
 
     async def ready(self) -> None:
         """Wait until every reward can be asked.
@@ -127,8 +143,15 @@ class TotalReward:
         return [task.result() for task in running]
 
 
+def _waits(source: Source) -> bool:
+    return source.unanswered is not None and not source.unanswered.done()
+
+
 class FunctionSource:
     """A reward function in processes of its own."""
+
+    unanswered = None
+    """They are this server's."""
 
     def __init__(self, pool: RewardPool) -> None:
         self._pool = pool
@@ -157,6 +180,9 @@ class ModelSource:
         self._clip = config.clip
         self._tokenizer = tokenizer
         self._takes_ids: bool | None = None
+        self._answered = 0.0
+        """When it scored last."""
+        self.unanswered: asyncio.Task[None] | None = None
 
     async def ready(self) -> None:
         welcome = await self._scorer.hello(SCORER_WAIT_S)
@@ -170,13 +196,31 @@ class ModelSource:
 
     async def values(self, answer: Answer) -> tuple[float, dict[str, float]]:
         assert self._takes_ids is not None, "scoring before the scorer is known"
+        work, asked = self._work(answer), time.monotonic()
         try:
-            score = await self._scorer.score(self._work(answer))
+            score = await self._score(work)
         except Unreachable as error:
-            raise CompletionFailed("scorer_timeout", str(error)) from None
+            if self._answered > asked:
+                raise CompletionFailed("scorer_timeout", f"{error}, while it scores others") from None
+            if not _waits(self):
+                self.unanswered = asyncio.create_task(self._until_scored(work))
+            raise CompletionFailed("scorer_silent", str(error)) from None
         except (ScoringFailed, BadMessage) as refusal:
             raise CompletionFailed("scorer_refused", f"{self._name}: {refusal}") from None
         return (score if self._clip is None else float(np.clip(score, -self._clip, self._clip))), {}
+
+    async def _score(self, work: Ids | Words, timeout_s: float | None = None) -> float:
+        try:
+            score = await self._scorer.score(work, timeout_s)
+        except Refusal:
+            self._answered = time.monotonic()
+            raise
+        self._answered = time.monotonic()
+        return score
+
+    async def _until_scored(self, work: Ids | Words) -> None:
+        with suppress(Refusal):  # that is an answer, too
+            await self._score(work, FOR_EVER)
 
     def _work(self, answer: Answer) -> Ids | Words:
         completion = answer.completion

@@ -65,13 +65,17 @@ class ScorerClient:
         reply, _ = await self._ask("hello", None, timeout_s)
         return wire.decode_welcome(reply)
 
-    async def score(self, work: Ids | Words) -> float:
+    async def score(self, work: Ids | Words, timeout_s: float | None = None) -> float:
         """
+        Args:
+            work: To be scored.
+            timeout_s: Instead of the connection's own.
+
         Raises:
-            Unreachable: No answer within `timeout_s`.
+            Unreachable: No answer by then.
             Refusal: `ScoringFailed`, `BadMessage` or `WrongRun`.
         """
-        reply, _ = await self._ask("score", work, self._timeout_s, QUEUE_S)
+        reply, _ = await self._ask("score", work, timeout_s or self._timeout_s, QUEUE_S)
         return wire.decode_score(reply)
 
     async def _ask(

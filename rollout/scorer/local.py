@@ -28,7 +28,7 @@ class LocalScorer:
     async def hello(self, timeout_s: float) -> Welcome:
         return self.welcome
 
-    async def score(self, work: Ids | Words) -> float:
+    async def score(self, work: Ids | Words, timeout_s: float | None = None) -> float:
         """
         Raises:
             ScoringFailed: This one cannot be scored.

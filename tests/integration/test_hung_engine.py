@@ -9,13 +9,15 @@ from pathlib import Path
 import pytest
 from recorded_run import LONGEST_STEP_S, make_recorded_run, recorded_run
 
+from buffer.inspection import inspect
 from rollout.process_tree import descendants
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 GROUP_S = 3.0
 """Deadline of a group: nothing else ends a lease that is renewed."""
-HUNG_S = 10.0
+HUNG_S = 6 * GROUP_S
+"""Longer than any prompt may fail in a row."""
 
 
 def engine_of(server: int) -> list[int]:
@@ -43,12 +45,15 @@ def test_a_hung_engine_costs_its_own_groups_and_takes_the_current_version_when_i
             assert faults.steps(1) < LONGEST_STEP_S + GROUP_S
         assert "gave up prompt" in faults.running.log("engine")
         assert f"not finished within {GROUP_S:g} s" in faults.running.log("engine")
+        assert faults.told("engine", "waiting for the engine: no lease is taken until it answers") == 1
         assert faults.told("learner", "evicted engine") >= 1
         for pid in hung:
             os.kill(pid, signal.SIGCONT)
         faults.takes_the_current_version("engine")
+        faults.delivers_again("engine")
         faults.steps(3)
         faults.finish()
+        assert inspect(folder / "run")["dropped"] == {}, "no prompt paid for it"
 
 
 def delivered(folder: Path) -> int:

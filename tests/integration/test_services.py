@@ -6,6 +6,7 @@ import shlex
 import shutil
 import signal
 import subprocess
+import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -175,3 +176,31 @@ def test_a_scorer_that_is_killed_and_started_again_costs_time_only(
     for row in rows:
         parts = row["reward_parts/even"] + 0.5 * row["reward_parts/helpful"]
         assert row["reward/mean"] == pytest.approx(parts, abs=1e-5)
+
+
+def test_a_scorer_that_is_away_for_many_timeouts_costs_no_prompt(experiment, free_address, made_reward_model):
+    engine, steps, timeout_s = {"kv_cache_gib": 0.25, "max_num_seqs": 64}, 8, 2.0
+    helpful = {
+        "model": str(made_reward_model), "weight": 1.0, "address": free_address(), "dtype": "float32",
+        "engine": engine, "timeout_s": timeout_s,
+    }  # fmt: skip
+    rollout = {
+        "group_size": 4, "sampling": {"max_tokens": 8}, "engine": engine, "rewards": {"helpful": helpful}
+    }  # fmt: skip
+    sections = {"rollout": rollout, "learner": {"steps": steps}, "buffer": {"max_staleness": 0}}
+    folder = experiment("away-scorer", **sections)
+    with services(folder) as s:
+        for service in ("learner", "buffer", "rollout", "scorer"):
+            s.start(service)
+        s.until(lambda: len(s.rows()) >= 2)
+        s.kill("scorer")
+        s.says("rollout", "waiting for the scorer of helpful: no lease is taken until it answers")
+        time.sleep(6 * timeout_s)
+        assert len(s.rows()) < steps
+        s.start("scorer")
+        s.finish()
+        assert "scorer_silent: " in s.log("rollout")
+        assert "the scorer of helpful answered" in s.log("rollout")
+        rows = s.rows()
+    assert_whole(folder, rows, steps)
+    assert inspect(folder / "run")["dropped"] == {}

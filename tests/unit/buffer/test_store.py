@@ -176,6 +176,25 @@ def test_a_server_that_stops_says_nothing_about_its_prompts(bench):
     assert status["requeued"] == {"server_stopped": 6}
 
 
+def test_a_silent_engine_or_scorer_says_nothing_about_a_prompt_but_one_that_meets_many_is_told_of(
+    bench, caplog
+):
+    caplog.set_level("WARNING", "buffer.ledger")
+    b = bench(rows=1)
+    b.do(lambda s: s.published(0))
+    for times in range(9):
+        for reason in ("server_silent", ("engine_silent", "scorer_silent")[times % 2]):
+            (lease,) = b.lease(1)
+            b.do(lambda s, i=lease.lease_id, r=reason: s.give_up(i, r, True))
+    assert len(b.lease(1)) == 1
+    status = b.store.status()
+    assert status["dropped"] == status["failed"] == {}
+    assert [m.partition(" with servers")[0] for m in caplog.messages] == [
+        "prompt 0/0 was 4 times",
+        "prompt 0/0 was 8 times",
+    ]
+
+
 def test_a_batch_is_the_same_whenever_it_is_asked_for(bench, group):
     b = bench(rows=40, max_staleness=3)
     b.do(lambda s: s.published(0))

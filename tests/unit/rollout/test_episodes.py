@@ -180,6 +180,10 @@ class Words:
 class Rewards:
     def __init__(self):
         self.rows = []
+        self.silent = []
+
+    async def answered(self):
+        return
 
     async def ready(self):
         return

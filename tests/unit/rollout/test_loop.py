@@ -46,6 +46,12 @@ class Rewards:
         self.there = asyncio.Event()
         if there:
             self.there.set()
+        self.silent = []
+        self.back = asyncio.Event()
+
+    async def answered(self):
+        if self.silent:
+            await self.back.wait()
 
     async def ready(self):
         await self.there.wait()
@@ -361,16 +367,83 @@ def test_a_refused_prompt_is_dropped_at_the_first_try(rule, row, caplog):
     assert len(requests) == 6
 
 
-def test_a_group_that_takes_too_long_is_given_up():
+class LateEngine(ScriptedEngine):
+    """Makes no group in time; but one token, unless it hangs."""
+
+    def __init__(self, hangs):
+        super().__init__(plain_completion, delay_s=60)
+        self.lives = asyncio.Event()
+        if not hangs:
+            self.lives.set()
+
+    async def generate(self, request):
+        if request.max_tokens > 1:
+            return await super().generate(request)
+        await self.lives.wait()
+        return plain_completion(request, num_tokens=1)
+
+
+def test_a_group_that_takes_too_long_on_an_engine_that_lives_is_given_up_and_counted():
     async def go():
-        engine = ScriptedEngine(plain_completion, delay_s=60)
+        engine = LateEngine(hangs=False)
         bench = Bench(engine, rows=ROWS[:1], epochs=1)
         bench.runner._timeout_s = 0.05
         async with bench:
-            await bench.until(lambda status: bench.meters.failures["group_timeout"] == 2)
-            return engine.cancelled
+            await bench.until(lambda status: status["dropped"] == {"failed": 1})
+            return engine.cancelled, bench.meters.failures
 
-    assert asyncio.run(go()) >= 6
+    assert asyncio.run(go()) == (4 * 3, {"group_timeout": 4})
+
+
+def test_a_hung_engine_costs_no_prompt_a_try_and_takes_no_lease_until_it_answers(caplog):
+    caplog.set_level(logging.INFO, "rollout.loop")
+
+    async def go():
+        engine = LateEngine(hangs=True)
+        bench = Bench(engine, rows=ROWS[:2], epochs=1)
+        bench.runner._timeout_s = 0.05
+        async with bench:
+            await bench.until(lambda status: bench.meters.failures["engine_silent"] == 2)
+            await asyncio.sleep(0.5)  # ten times as long as the deadline that they missed
+            hung = await bench.buffer.status(), dict(bench.meters.failures), bench.runner.silent
+            engine._delay_s, bench.runner._timeout_s = 0.0, 5.0
+            engine.lives.set()
+            batch = await first_batch(bench)
+            return hung, len(batch.groups), await bench.buffer.status()
+
+    (status, failures, silent), groups, after = asyncio.run(go())
+    assert failures == {"engine_silent": 2}
+    assert (status["leased"], status["requeued"]["engine_silent"], status["failed"]) == (0, 2, {})
+    assert silent == ["the engine"]
+    assert (groups, after["dropped"]) == (2, {})
+    told = [r.message for r in caplog.records if r.name == "rollout.loop"]
+    assert told[0].startswith("gave up prompt 0/0, queued again: engine_silent: not finished within 0.05 s")
+    assert told[2:] == ["waiting for the engine: no lease is taken until it answers", "the engine answered"]
+
+
+def test_what_is_granted_while_a_scorer_is_silent_goes_back_at_once():
+    async def go():
+        rewards = Rewards()
+        rewards.silent = ["the scorer of helpful"]
+        bench = Bench(ScriptedEngine(plain_completion), rewards=rewards)
+        await bench.buffer.published(0)
+        return await bench.loop._take(2), await bench.buffer.status()
+
+    leases, status = asyncio.run(go())
+    assert (leases, status["leased"], status["requeued"]) == ([], 0, {"server_silent": 2})
+
+
+def test_a_run_that_ends_meanwhile_does_not_wait_for_a_silent_scorer():
+    async def go():
+        rewards = Rewards()
+        rewards.silent = ["the scorer of helpful"]
+        async with Bench(ScriptedEngine(plain_completion), rewards=rewards) as bench:
+            await asyncio.sleep(0.05)
+            await bench.buffer.finished(0)
+            await asyncio.wait_for(asyncio.shield(bench.task), 5)
+            return await bench.buffer.status()
+
+    assert asyncio.run(go())["leased"] == 0
 
 
 def test_leases_are_renewed_while_their_groups_are_made():

@@ -20,6 +20,8 @@ ANSWER = Answer({"prompt": "how?", "answer": "12"}, [1, 2], COMPLETION)
 
 
 class Fixed:
+    unanswered = None
+
     def __init__(self, value, named=None, fault=None, delay_s=0.0):
         self.value, self.named, self.fault, self.delay_s = value, named or {}, fault, delay_s
         self.cancelled = False
@@ -142,7 +144,7 @@ class Client:
     async def hello(self, timeout_s):
         return Welcome("/models/reward", self.tokenizer, 64)
 
-    async def score(self, work):
+    async def score(self, work, timeout_s=None):
         self.work.append(work)
         if isinstance(self.answer, Exception):
             raise self.answer
@@ -212,7 +214,7 @@ def test_a_score_is_clipped_on_both_sides_only_when_asked(score, clipped):
 @pytest.mark.parametrize(
     ("fault", "kind"),
     [
-        (Unreachable("no answer"), "scorer_timeout"),
+        (Unreachable("no answer"), "scorer_silent"),
         (ScoringFailed("too_long"), "scorer_refused"),
         (BadMessage("token_ids: …"), "scorer_refused"),
     ],
@@ -221,6 +223,51 @@ def test_a_score_that_does_not_come_fails_the_completion(fault, kind):
     with pytest.raises(CompletionFailed) as failed:
         asked(Client(answer=fault))
     assert failed.value.kind == kind
+
+
+class Busy(Client):
+    """Answers short texts, and leaves others without an answer until it is let."""
+
+    def __init__(self):
+        super().__init__()
+        self.free = asyncio.Event()
+
+    async def score(self, work, timeout_s=None):
+        if len(work.token_ids) > 5:
+            if timeout_s is None:
+                await asyncio.sleep(0.05)
+                raise Unreachable("no answer to score within 0.05 s")
+            await self.free.wait()
+        return 1.0
+
+
+def test_a_scorer_that_answers_nobody_is_waited_for_and_one_that_is_slow_with_this_one_is_not():
+    long = plain_completion(Request("r", [1, 2], 8, 1.0, 0), num_tokens=8)
+    late = Answer(ANSWER.row, ANSWER.prompt_ids, long)
+
+    async def kind_of(source, answer):
+        with pytest.raises(CompletionFailed) as failed:
+            await source.values(answer)
+        return failed.value.kind
+
+    async def go():
+        client = Busy()
+        source = ModelSource("helpful", client, ModelReward(model="/models/reward"), "ours")
+        total = TotalReward({"helpful": (1.0, source)})
+        await source.ready()
+        asking = asyncio.create_task(kind_of(source, late))
+        await asyncio.sleep(0.01)
+        await source.values(ANSWER)
+        kinds = [await asking]
+        assert total.silent == []
+        kinds += [await kind_of(source, late) for _ in range(2)]
+        assert total.silent == ["the scorer of helpful"]
+        client.free.set()
+        await total.answered()
+        assert total.silent == []
+        return kinds
+
+    assert asyncio.run(go()) == ["scorer_timeout", "scorer_silent", "scorer_silent"]
 
 
 def test_a_reward_of_weight_0_is_not_even_started(tmp_path):
