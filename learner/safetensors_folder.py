@@ -147,8 +147,7 @@ def write_folder(
         index = {"metadata": {"total_size": total}, "weight_map": homes}
         (partial / INDEX).write_text(json.dumps(index, indent=2))
     _write_rest(source, partial, specs[0].dtype, amend)
-    shutil.rmtree(target, ignore_errors=True)
-    os.replace(partial, target)
+    _name(partial, target)
 
 
 def write_adapter(
@@ -162,8 +161,17 @@ def write_adapter(
     # Runs the iterator to its end.
     assert next(tensors, None) is None
     (partial / "adapter_config.json").write_text(config)
-    shutil.rmtree(target, ignore_errors=True)
+    _name(partial, target)
+
+
+def _name(partial: Path, target: Path) -> None:
+    """Give a whole folder its name. What has it goes aside first: half of that would look like a model."""
+    old = target.with_name(target.name + ".old")
+    shutil.rmtree(old, ignore_errors=True)
+    if target.exists():
+        os.replace(target, old)
     os.replace(partial, target)
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def _files(specs: list[TensorSpec]) -> list[list[TensorSpec]]:

@@ -5,12 +5,15 @@
 `JOBS` is a JSON list of runs, made one after the other in the same processes: `config`, the folder `out`, and
 `options`. `out` gets what was published last (safetensors), what the buffer was told in which order, and the
 logs. At batch `kill_at` a rank kills itself with SIGKILL, at `stop_at` with SIGTERM, at `ends_at` the data
-ends; `frontier` is the buffer's. With `own_samples`, the model's folder, a batch is what the published policy
+ends; of `kill_in`, a moment of KILLED_IN and a number, it survives so many and kills itself in the next.
+`frontier` is the buffer's. With `own_samples`, the model's folder, a batch is what the published policy
 answers, and its reward the share of even tokens. Each batch of `gates` comes once there is a file
 `open-INDEX` in the folder.
 """
 
 import asyncio
+import importlib
+import itertools
 import json
 import logging
 import math
@@ -28,6 +31,12 @@ from buffer.records import Batch, Group, Trajectory
 from learner.config import LearnerExperiment
 
 VOCABULARY = 128
+KILLED_IN = {
+    "checkpoint": ("learner.checkpoint", "complete"),
+    "export": ("learner.safetensors_folder", "_write_rest"),
+}
+"""Moment → the function that is called then: tensors of a checkpoint, or of the exported model, are in files,
+and what makes them whole is not."""
 
 
 def group(rng: np.random.Generator, name: str, version: int) -> Group:
@@ -193,12 +202,27 @@ def run(job: dict[str, Any]) -> None:
     handler = logging.FileHandler(out / f"log-{os.environ.get('RANK', '0')}.txt")
     logging.getLogger().addHandler(handler)
     experiment = load(job["config"], [], LearnerExperiment)
+    if "kill_in" in job["options"]:
+        _die_in(*job["options"]["kill_in"])
     serve(
         experiment,
         lambda _: ScriptedBuffer(out, job["options"]),
         lambda _: RememberingSender(out),
     )
     logging.getLogger().removeHandler(handler)
+
+
+def _die_in(moment: str, survived: int) -> None:
+    name, function = KILLED_IN[moment]
+    module = importlib.import_module(name)
+    whole, times = getattr(module, function), itertools.count()
+
+    def dying(*arguments: Any, **named: Any) -> Any:
+        if next(times) == survived:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return whole(*arguments, **named)
+
+    setattr(module, function, dying)
 
 
 def _join_world(name: str) -> None:

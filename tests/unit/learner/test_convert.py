@@ -1,4 +1,8 @@
+import itertools
 import json
+import os
+import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -100,6 +104,38 @@ def test_a_large_model_is_saved_in_several_files_with_an_index(one_process, make
     again = build_model(target, ParallelConfig(), torch.bfloat16)
     same(dict(convert.export_hf(again)), load_file(source / "model.safetensors"))
     assert not list(tmp_path.glob("*.partial"))
+
+
+@pytest.mark.parametrize("dies_at", range(4))
+def test_whatever_of_a_replacement_was_made_the_folder_is_whole_or_not_there(
+    one_process, make, tmp_path, monkeypatch, dies_at
+):
+    """A folder goes file by file, its config.json among the last."""
+    source, target = make(), tmp_path / "out"
+    model = build_model(source, ParallelConfig(), torch.bfloat16)
+    convert.save_hf(model, source, target)
+    whole, steps = {file.name for file in target.iterdir()}, itertools.count()
+
+    def step(do):
+        if next(steps) == dies_at:
+            raise KeyboardInterrupt
+        do()
+
+    def remove(folder, ignore_errors):
+        for file in sorted(folder.iterdir(), reverse=True) if folder.exists() else []:
+            step(file.unlink)
+        shutil.rmtree(folder, ignore_errors=ignore_errors)
+
+    monkeypatch.setattr(safetensors_folder, "shutil", SimpleNamespace(rmtree=remove, copy2=shutil.copy2))
+    monkeypatch.setattr(
+        safetensors_folder, "os", SimpleNamespace(replace=lambda a, b: step(lambda: os.replace(a, b)))
+    )
+    with pytest.raises(KeyboardInterrupt):
+        convert.save_hf(model, source, target)
+    assert not target.exists() or {file.name for file in target.iterdir()} == whole
+    monkeypatch.undo()
+    convert.save_hf(model, source, target)
+    assert {file.name for file in tmp_path.iterdir()} - {source.name} == {"out"}
 
 
 def test_an_iterator_closed_early_leaves_nothing_behind(one_process, make):
