@@ -1,7 +1,9 @@
 """Where every thread of a process is, on request and when nothing goes on."""
 
 import faulthandler
+import os
 import signal
+from pathlib import Path
 
 
 def answer_with_stacks() -> None:
@@ -32,3 +34,25 @@ class Stillness:
     def end(self) -> None:
         """Nothing more is to be achieved."""
         faulthandler.cancel_dump_traceback_later()
+
+
+def pass_on_to_children() -> None:
+    """From now on SIGUSR2 goes on to those processes that this one started and that answer it with stacks."""
+    signal.signal(signal.SIGUSR2, _pass_on)
+
+
+def _pass_on(number: int, _frame: object) -> None:
+    for task in Path("/proc/self/task").iterdir():
+        for pid in map(int, (task / "children").read_text().split()):
+            if handles(pid, number):
+                os.kill(pid, number)
+
+
+def handles(pid: int, number: int) -> bool:
+    """Whether a process has a handler for a signal; it would end any other."""
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except OSError:
+        return False
+    (caught,) = (int(line.split()[1], 16) for line in lines if line.startswith("SigCgt:"))
+    return bool(caught >> (number - 1) & 1)

@@ -7,8 +7,8 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
+from buffer.stacks import handles
 from launch.experiment import WholeExperiment, apart
 from launch.guard import children
 from launch.history import History, Record
@@ -150,14 +150,5 @@ def ask_for_stacks(parents: list[int]) -> None:
         below = tree.get(queue.pop(), [])
         queue += below
         for pid in below:
-            if _handles(pid):
+            if handles(pid, STACKS):
                 os.kill(pid, STACKS)
-
-
-def _handles(pid: int) -> bool:
-    try:
-        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    except OSError:
-        return False
-    (caught,) = (int(line.split()[1], 16) for line in lines if line.startswith("SigCgt:"))
-    return bool(caught >> (STACKS - 1) & 1)

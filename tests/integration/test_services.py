@@ -143,6 +143,17 @@ def test_ranks_whose_torchrun_is_killed_stop_too(experiment):
         assert "SIGTERM" in s.log("learner")
 
 
+def test_a_learner_that_is_asked_for_stacks_has_its_ranks_write_them_and_goes_on(experiment):
+    folder = experiment("asked-for-stacks")
+    with services(folder) as s:
+        s.start("learner")
+        s.says("learner", "waiting for buffer at")
+        s.running["learner"].send_signal(signal.SIGUSR2)
+        s.says("learner", "Current thread 0x")
+        assert "learner/feed.py" in s.log("learner"), "of the rank, which asks for the frontier"
+        assert s.running["learner"].poll() is None
+
+
 def test_a_scorer_that_is_killed_and_started_again_costs_time_only(
     experiment, free_address, made_reward_model
 ):
