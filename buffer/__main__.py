@@ -4,11 +4,13 @@ import sys
 
 from buffer.ctrl_c import end_at_ctrl_c
 from buffer.handles import watch_handles
+from buffer.ownership import keep_others_from_writing
 from buffer.stacks import answer_with_stacks
 
 
 def main(arguments: list[str]) -> None:
     end_at_ctrl_c()
+    keep_others_from_writing()
     answer_with_stacks()
     import logging
 

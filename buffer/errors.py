@@ -47,6 +47,10 @@ class DiskFailed(ValueError):
     """The run folder cannot be written: it is full, or gone."""
 
 
+class StoreDamaged(ValueError):
+    """The buffer's database is not what was written."""
+
+
 class Fruitless(ValueError):
     """Prompt after prompt is given up, and no group comes, or none that may be trained."""
 

@@ -16,7 +16,7 @@ import uvloop
 from buffer.commits import happens
 from buffer.config import BufferExperiment
 from buffer.database import RunLock
-from buffer.errors import DiskFailed, Fruitless
+from buffer.errors import DiskFailed, Fruitless, StoreDamaged
 from buffer.keys import server_keys
 from buffer.ledger import MOST_EQUAL
 from buffer.prompts import EVAL_SEED, load_rows, open_prompts
@@ -35,6 +35,7 @@ def run(experiment: BufferExperiment) -> None:
     Raises:
         ValueError: The user's mistakes, one line each: data, address, run folder.
         DiskFailed: The run folder cannot be written any more.
+        StoreDamaged: The store cannot be read any more.
         Fruitless: Every prompt is given up, or no group has rewards that differ under dynamic sampling.
     """
     run_dir = Path(experiment.run_dir)
@@ -45,10 +46,15 @@ def run(experiment: BufferExperiment) -> None:
             uvloop.run(_serve(experiment, run_dir, sources))
         finally:
             lock.release()
-    except (ExceptionGroup, OSError, sqlite3.OperationalError) as error:
+    except (ExceptionGroup, OSError, sqlite3.DatabaseError) as error:
         cause: BaseException = error
         while isinstance(cause, BaseExceptionGroup):
             cause = cause.exceptions[0]
+        if type(cause) is sqlite3.DatabaseError:  # sqlite's own word for it; its subclasses mean other things
+            raise StoreDamaged(
+                f"{run_dir / 'buffer.sqlite'}: {cause}: it is damaged. Bring back a copy of it, and of the "
+                "checkpoints that were there with it, or use another run_dir"
+            ) from error
         if not isinstance(cause, OSError | sqlite3.OperationalError):
             raise
         raise DiskFailed(

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
 import typer
 
 from buffer.ctrl_c import EXIT_INTERRUPTED
+from buffer.ownership import keep_others_from_writing
 
 if TYPE_CHECKING:
     from launch.experiment import WholeExperiment
@@ -48,7 +49,7 @@ def _main(
         bool, typer.Option("--version", help="Show which one this is.", callback=_told_version, is_eager=True)
     ] = False,
 ) -> None:
-    pass
+    keep_others_from_writing()
 
 
 Config = Annotated[Path, typer.Argument(metavar="CONFIG", help="The experiment's YAML file.")]

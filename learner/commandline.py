@@ -11,6 +11,7 @@ from typing import TypeVar
 
 from buffer.experiment import ConfigError, load
 from buffer.handles import watch_handles
+from buffer.ownership import keep_others_from_writing
 from buffer.stacks import answer_with_stacks
 from learner.config import LearnerExperiment
 from learner.offline.config import OfflineExperiment
@@ -26,6 +27,7 @@ def start(prog: str, about: str | None, schema: type[E_]) -> E_:
     Raises:
         SystemExit: The file has a mistake; one line a mistake.
     """
+    keep_others_from_writing()
     answer_with_stacks()
     stop_with_torchrun()
     parser = argparse.ArgumentParser(prog=prog, description=about)

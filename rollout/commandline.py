@@ -6,6 +6,7 @@ import sys
 
 from buffer.experiment import ConfigError, folder_name, load
 from buffer.handles import watch_handles
+from buffer.ownership import keep_others_from_writing
 from buffer.stacks import answer_with_stacks
 from rollout.config import RolloutExperiment
 
@@ -22,6 +23,7 @@ def start(prog: str, about: str | None, name_help: str, name: str | None) -> tup
     Raises:
         SystemExit: The file has a mistake; one line a mistake.
     """
+    keep_others_from_writing()
     answer_with_stacks()
     parser = argparse.ArgumentParser(prog=prog, description=about)
     parser.add_argument("config", help="the experiment's YAML file")

@@ -7,6 +7,7 @@ import shutil
 import sqlite3
 import struct
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pyarrow as pa
@@ -18,11 +19,15 @@ from hypothesis import strategies as st
 from mutations import as_json, damaged, json_trees, mutated, trees
 from pyarrow import ipc, parquet
 from safetensors.torch import save_file
+from seeds import made_group
 
 from buffer.adapters import ADAPTERS, find
+from buffer.assembly import payloads
 from buffer.config import BufferConfig
+from buffer.errors import Refusal
 from buffer.examples import STAGES, BadRow
 from buffer.experiment import SECTIONS, ConfigError, FilesSource, load
+from buffer.groups import decode_delivery, encode_group
 from buffer.inspection import inspect
 from buffer.keys import PUBLIC, ROLES, KeysError, client_keys, make_keys, server_keys
 from buffer.prompts import PromptQueue
@@ -305,6 +310,22 @@ def _store(folder):
     return Store(folder, "run", config, sources, time.monotonic)
 
 
+def _use(store):
+    """A lease, the group of one that was there before, and a batch: as requests of a run ask for them."""
+    with store.transaction():
+        store.lease("server-1", "another request", 3)
+    leases = store.database.run("SELECT lease_id, prompt_id FROM leases").fetchall()
+    for lease_id, prompt_id in leases:
+        group = replace(made_group(), group_id=f"of {lease_id}", lease_id=lease_id, prompt_id=prompt_id)
+        with store.transaction():
+            store.deliver(decode_delivery(*encode_group(group)))
+    with store.transaction():
+        found = store.batch(0)
+    if found is not None:
+        payloads(store.database.connection, found.shard(0, 1))
+    store.status()
+
+
 def _database():
     folder = FOLDER / "good"
     if not folder.exists():
@@ -339,9 +360,16 @@ def test_sqlite_files(changes, cut):
         told(error)
     assert path.read_bytes() == before, "looked at, and written"
     try:
-        _store(folder).close()
+        store = _store(folder)
     except (ValueError, sqlite3.OperationalError) as error:  # the second is a disk's, which the service tells
         told(error)
+        return
+    try:
+        _use(store)
+    except (Refusal, sqlite3.DatabaseError) as error:  # the service tells of the second, too
+        told(error)
+    finally:
+        store.close()
 
 
 @fuzzed(

@@ -21,6 +21,7 @@ from no_handles import none_left
 from buffer import client as client_module
 from buffer import requester, wire
 from buffer.client import BufferClient, RunFinished
+from buffer.database import PAGE_SIZE
 from buffer.errors import BadMessage, Unreachable, WrongRun
 from buffer.handles import LOOK_S
 from buffer.records import Group, Lease, Trajectory
@@ -43,9 +44,9 @@ def service(tmp_path):
     )
     started = []
 
-    def start(*overrides: str):
+    def start(*overrides: str, umask: int = -1):
         command = [sys.executable, "-m", "buffer", str(config), *overrides]
-        started.append(subprocess.Popen(command, stderr=subprocess.PIPE, text=True))
+        started.append(subprocess.Popen(command, stderr=subprocess.PIPE, text=True, umask=umask))
         return started[-1]
 
     yield address, start, tmp_path / "run"
@@ -250,6 +251,50 @@ def test_oversize_another_run_and_silence_are_told(service):
                 await lonely.published(0)
 
     asyncio.run(asyncio.wait_for(run(), 60))
+
+
+def test_whatever_the_umask_nobody_else_may_change_what_it_writes(service):
+    address, start, run_dir = service
+    process = start(umask=0)
+
+    async def go():
+        async with BufferClient(address, "learner", "run", "rank-0") as client:
+            await client.published(0)
+
+    asyncio.run(asyncio.wait_for(go(), 30))
+    process.terminate()
+    process.wait(10)
+    made = {path: path.stat().st_mode & 0o777 for path in (run_dir, *run_dir.rglob("*"))}
+    assert run_dir / "buffer.sqlite" in made
+    assert {mode & 0o022 for mode in made.values()} == {0}, made
+
+
+def test_a_store_that_is_damaged_while_it_is_used_is_one_clear_line(service):
+    address, start, run_dir = service
+    process = start()
+
+    async def go():
+        rollout, learner = both(address)
+        async with rollout, learner:
+            await learner.published(0)
+            await rollout.lease(2, 5.0)
+            process.terminate()
+            process.wait(10)
+            store = run_dir / "buffer.sqlite"
+            with store.open("r+b") as file:
+                for page in range(4, store.stat().st_size // PAGE_SIZE):
+                    file.seek(page * PAGE_SIZE)
+                    file.write(b"\xff" * 64)
+            again = start()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(rollout.lease(2, 5.0), 5.0)
+            return again
+
+    process = asyncio.run(asyncio.wait_for(go(), 60))
+    _, told = process.communicate(timeout=30)
+    assert process.returncode == 1
+    assert "Traceback" not in told
+    assert f"{run_dir / 'buffer.sqlite'}: database disk image is malformed: it is damaged" in told
 
 
 def test_a_second_buffer_a_taken_port_and_a_wide_bind_are_one_clear_line(service, tmp_path):
