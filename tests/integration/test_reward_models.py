@@ -15,6 +15,7 @@ import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from buffer.errors import BadMessage
+from launch.guard import children
 from rollout.scorer.client import ScorerClient
 from rollout.scorer.rendering import fingerprint
 from rollout.scorer.wire import Ids, Words
@@ -49,7 +50,19 @@ def hugging_face_score(model, ids: list[int]) -> float:
     return float(model(torch.tensor([ids])).logits)
 
 
-def test_scores_are_those_of_transformers_raw_at_the_last_token(experiment, rewards, made_reward_model):
+def workers(service: int) -> int:
+    """The ranks of the engine that a process has started."""
+    family, below = children(), [service]
+    for process in below:
+        below += family.get(process, [])
+    names = [Path(f"/proc/{process}/cmdline").read_text() for process in below]
+    return sum(name.startswith("VLLM::Worker") for name in names)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_scores_are_those_of_transformers_raw_at_the_last_token(
+    experiment, rewards, made_reward_model, ranks
+):
     log = experiment / "scorer.log"
     model = AutoModelForSequenceClassification.from_pretrained(made_reward_model, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(made_reward_model)
@@ -67,7 +80,8 @@ def test_scores_are_those_of_transformers_raw_at_the_last_token(experiment, rewa
                 await client.score(Ids(welcome.tokenizer, np.full(65, 3, np.int32)))
             return scores, await client.score(Words("t3 t4", "t9 t10", ended=True))
 
-    command = [SLIPSTREAM, "scorer", "experiment.yaml", "--name", "helpful"]
+    layout = f"rollout.rewards.helpful.engine.tensor_parallel={ranks}"
+    command = [SLIPSTREAM, "scorer", "experiment.yaml", "--name", "helpful", layout]
     with log.open("wb") as file:
         scorer = subprocess.Popen(command, cwd=experiment, stdout=file, stderr=file)
     try:
@@ -76,6 +90,7 @@ def test_scores_are_those_of_transformers_raw_at_the_last_token(experiment, rewa
             assert scorer.poll() is None, log.read_text()[-3000:]
             assert time.monotonic() < deadline, log.read_text()[-3000:]
             time.sleep(0.2)
+        assert workers(scorer.pid) == ranks
         scores, of_text = asyncio.run(ask())
         scorer.send_signal(signal.SIGTERM)
         assert scorer.wait(30) == 0, log.read_text()[-3000:]
@@ -84,9 +99,10 @@ def test_scores_are_those_of_transformers_raw_at_the_last_token(experiment, rewa
         scorer.wait()
     expected = [hugging_face_score(model, s) for s in sequences]
     assert max(map(abs, expected)) > 2, "a sigmoid would show"
-    assert scores == pytest.approx(expected, abs=1e-5)
+    # Two ranks add in another order: of a score of 16 that is the last digit or two of float32.
+    assert scores == pytest.approx(expected, rel=2e-6, abs=1e-5)
     text = [*tokenizer.encode("t3 t4"), *tokenizer.encode("t9 t10", add_special_tokens=False), 2]
-    assert of_text == pytest.approx(hugging_face_score(model, text), abs=1e-5)
+    assert of_text == pytest.approx(hugging_face_score(model, text), rel=2e-6, abs=1e-5)
     last = json.loads((experiment / "run/metrics/scorer-helpful.jsonl").read_text().splitlines()[-1])
     assert (last["scores"], last["bad_messages"]) == (len(sequences) + 1, 1)
 
@@ -103,27 +119,36 @@ def second_reward_model(made_reward_model, tmp_path) -> Path:
     return folder
 
 
-def test_a_whole_run_with_a_rule_and_two_reward_models(
+def test_a_whole_run_of_the_example_with_a_rule_and_two_reward_models(
     make_experiment, rewards, second_reward_model, free_address
 ):
-    polite = rewards["helpful"] | {"model": str(second_reward_model), "address": free_address()}
+    """configs/custom/two-judges.yaml, whose weights these are but for one below 0."""
+    helpful = rewards["helpful"] | {"weight": -0.25}
+    polite = {key: helpful[key] for key in ("dtype", "engine")} | {"model": str(second_reward_model)}
     rollout = {
         "group_size": 4,
         "sampling": {"max_tokens": 8},
         "engine": ENGINE,
-        "rewards": rewards | {"polite": polite | {"weight": -0.5, "clip": CLIP}},
+        "rewards": {
+            "answer": {"function": RULE["function"]},
+            "helpful": helpful,
+            "polite": polite | {"clip": CLIP, "address": free_address()},
+        },
     }
-    experiment = make_experiment("judged", rollout=rollout, learner={"steps": 3}, eval={"samples": 1})
+    base = str(Path(__file__).parents[2] / "configs/custom/two-judges.yaml")
+    experiment = make_experiment(
+        "judged", base=base, rollout=rollout, learner={"steps": 3}, eval={"samples": 1}
+    )
     done = subprocess.run(
         [SLIPSTREAM, "run", "experiment.yaml"], cwd=experiment, capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    assert "1 · even + 0.25 · helpful + -0.5 · polite" in done.stdout
+    assert "1 · answer + -0.25 · helpful + 0.1 · polite" in done.stdout
     run = experiment / "run"
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [1, 2, 3]
     for row in rows:
-        assert 0 <= row["reward_parts/even"] <= 1
+        assert 0 <= row["reward_parts/answer"] <= 1
         assert row["reward_parts/helpful"] != 0
         assert row["reward_parts/polite"] not in (0, row["reward_parts/helpful"])
     evaluated = [json.loads(line) for line in (run / "eval.jsonl").read_text().splitlines()]
@@ -132,13 +157,13 @@ def test_a_whole_run_with_a_rule_and_two_reward_models(
     assert max(map(abs, polites)) == CLIP, "some are clipped"
     for row in completions:
         parts = row["reward_parts"]
-        assert set(parts) == {"even", "helpful", "polite"}
-        total = parts["even"] + 0.25 * parts["helpful"] - 0.5 * parts["polite"]
+        assert set(parts) == {"answer", "helpful", "polite"}
+        total = parts["answer"] - 0.25 * parts["helpful"] + 0.1 * parts["polite"]
         assert row["reward"] == pytest.approx(total, abs=1e-5)
     assert "scores the token ids as sampled" in (run / "logs/server-0.log").read_text()
     for name in ("helpful", "polite"):
         assert f"scorer {name} ends:" in (run / f"logs/scorer-{name}.log").read_text()
     summary = json.loads((run / "report/summary.json").read_text())
-    assert set(summary["reward_parts"]) == {"even", "helpful", "polite"}
+    assert set(summary["reward_parts"]) == {"answer", "helpful", "polite"}
     assert (run / "report/reward_parts.png").exists()
     assert "polite" in done.stdout.split("judged:")[-1]
