@@ -45,7 +45,7 @@ def test_a_hung_engine_costs_its_own_groups_and_takes_the_current_version_when_i
             assert faults.steps(1) < LONGEST_STEP_S + GROUP_S
         assert "gave up prompt" in faults.running.log("engine")
         assert f"not finished within {GROUP_S:g} s" in faults.running.log("engine")
-        assert faults.told("engine", "waiting for the engine: no lease is taken until it answers") == 1
+        assert "waiting for the engine: no lease is taken until it answers" in faults.running.log("engine")
         assert faults.told("learner", "evicted engine") >= 1
         for pid in hung:
             os.kill(pid, signal.SIGCONT)
