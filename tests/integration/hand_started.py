@@ -123,8 +123,13 @@ def services(folder: Path) -> Iterator[Services]:
             process.wait()
 
 
+def loaded_versions(log: str) -> list[int]:
+    """Those that a rollout server took, in the order in which it did."""
+    return [int(version) for version in re.findall(r"sync: version (\d+): staged", log)]
+
+
 def assert_trained_once(folder: Path, groups: int, prompts: int) -> list[int]:
-    """Of a run that is over: that every group was trained once, and every prompt once an epoch.
+    """Of a run that is over: that every group was trained once, every prompt once an epoch, and none is lost.
 
     Args:
         groups: Of all its batches.
@@ -136,6 +141,10 @@ def assert_trained_once(folder: Path, groups: int, prompts: int) -> list[int]:
     found = inspect(folder / "run")["prompts"]
     states = sum(map(Counter, found.values()), Counter[str]())
     assert states["batched"] + states["trained"] == groups, "every group trained once"
+    assert "leased" not in states, "whose lease is over, waits or is trained"
+    drawn = {epoch: sum(states.values()) for epoch, states in found.items()}
+    assert sorted(drawn) == list(range(len(drawn)))
+    assert set(list(drawn.values())[:-1]) <= {prompts}, f"the place in the data: {drawn}"
     over = sorted(found)[:-2]  # the last epochs are still under way
     for epoch in over:
         assert found[epoch] == {"trained": prompts}, f"epoch {epoch}: every prompt exactly once"

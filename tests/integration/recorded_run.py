@@ -4,7 +4,6 @@ So it starts in seconds, and whatever happens on its wires happens to real lease
 """
 
 import json
-import re
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -13,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from hand_started import Services, assert_trained_once, services
+from hand_started import Services, assert_trained_once, loaded_versions, services
 
 from buffer.recording import append_groups
 from buffer.records import Group, Trajectory
@@ -134,7 +133,7 @@ class Faults:
 
     def loaded(self, server: str) -> list[int]:
         """The versions that a server took, in the order in which it did, of all its lives."""
-        return [int(v) for v in re.findall(r"sync: version (\d+): staged", self.running.log(server))]
+        return loaded_versions(self.running.log(server))
 
     def takes_the_current_version(self, server: str, within_s: float = 60) -> None:
         """Wait until a server has one that is no older than the newest now, and got there in order."""
@@ -157,7 +156,7 @@ class Faults:
         One that was turned out and joins again has the current version sent in full, whatever it holds.
         """
         stays = self.running.log(server).split("sync: joined the learner")
-        found = [[int(v) for v in re.findall(r"sync: version (\d+): staged", stay)] for stay in stays]
+        found = [loaded_versions(stay) for stay in stays]
         assert all(stay == sorted(set(stay)) for stay in found), found
         versions = [version for stay in found for version in stay]
         assert versions == sorted(versions), versions
