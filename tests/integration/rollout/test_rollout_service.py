@@ -1,6 +1,7 @@
 """`python -m rollout` as a process, with the real buffer beside it and a real publish of version 0."""
 
 import asyncio
+import json
 import os
 import re
 import signal
@@ -76,17 +77,18 @@ def process(*command, log):
 
 @contextmanager
 def learner(settings):
-    """A publisher of the tiny model's weights as version 0, to whoever joins."""
-    tensors = sorted(load_file(Path(settings["model"]["path"]) / "model.safetensors").items())
+    """A publisher, for whoever joins."""
     publisher = Publisher(SyncConfig(**settings["sync"]), NAME, torch.device("cpu"))
     publisher.start()
     try:
-        yield lambda: publish(publisher, tensors)
+        yield publisher
     finally:
         publisher.close()
 
 
-def publish(publisher, tensors):
+def publish(publisher, model):
+    """Its weights as version 0."""
+    tensors = sorted(load_file(Path(model) / "model.safetensors").items())
     assert publisher.wait_for_members(1, timeout_s=400), "no server joined"
     specs = [TensorSpec(name, str(t.dtype).removeprefix("torch."), tuple(t.shape)) for name, t in tensors]
     publisher.publish(0, specs, iter(tensors))
@@ -138,23 +140,23 @@ def gone_within(pids, seconds):
 
 @contextmanager
 def serving(experiment, tmp_path):
-    """Buffer and server up, version 0 loaded, the first batch in: (server, its log, the batch)."""
+    """Buffer and server up, version 0 loaded, the first batch in: (server, its log, the batch, publisher)."""
     path, settings = experiment
     log = tmp_path / "rollout.log"
     with (
         process("buffer", path, log=tmp_path / "buffer.log"),
-        learner(settings) as publish_first,
+        learner(settings) as publisher,
         process("rollout", path, "--name", "server-0", log=log) as server,
     ):
-        publish_first()
+        publish(publisher, settings["model"]["path"])
         batch = asyncio.run(take(settings, 0, 0))
         assert batch is not None, log.read_text()
-        yield server, log, batch
+        yield server, log, batch, publisher
 
 
 def test_a_server_joins_serves_and_hands_its_leases_back_at_ctrl_c(experiment, tmp_path):
     """Which a terminal sends to the engine's processes too."""
-    with serving(experiment, tmp_path) as (server, log, batch):
+    with serving(experiment, tmp_path) as (server, log, batch, publisher):
         for group in batch.groups:
             assert len(group.trajectories) == 4
             for t in group.trajectories:
@@ -175,12 +177,18 @@ def test_a_server_joins_serves_and_hands_its_leases_back_at_ctrl_c(experiment, t
                 return await client.status()
 
         assert asyncio.run(status())["leased"] == 0
+        while publisher.members():
+            time.sleep(0.05)  # until its goodbye is heard
+        counted = publisher.counted()
     metrics = (tmp_path / "run/metrics/rollout-server-0.jsonl").read_text().splitlines()
-    assert '"groups": 0' not in metrics[-1]
+    last = json.loads(metrics[-1])
+    assert last["groups"] > 0
+    assert 0 < counted["tokens"] <= last["tokens"], "the learner was told what the server's own file says"
+    assert 0 < counted["waiting_s/weights"] <= last["waiting_s/weights"]
 
 
 def test_a_server_killed_with_9_leaves_no_process(experiment, tmp_path):
-    with serving(experiment, tmp_path) as (server, _, _):
+    with serving(experiment, tmp_path) as (server, *_):
         children = family(server.pid)[1:]
         assert named(children, "VLLM::EngineCore")
         assert named(children, "VLLM::Worker")
@@ -191,7 +199,7 @@ def test_a_server_killed_with_9_leaves_no_process(experiment, tmp_path):
 
 
 def test_a_server_whose_engine_dies_says_so_and_exits_with_1(experiment, tmp_path):
-    with serving(experiment, tmp_path) as (server, log, _):
+    with serving(experiment, tmp_path) as (server, log, *_):
         children = family(server.pid)[1:]
         (core,) = named(children, "VLLM::EngineCore")
         os.kill(core, signal.SIGKILL)

@@ -9,6 +9,7 @@ import math
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -438,6 +439,43 @@ def mixed_policy(
         start = end
     table = torch.cat(tables)[len(PROMPT) - 1 :]
     return table.amax(-1).tolist(), table.gather(-1, torch.tensor(tokens)[:, None])[:, 0].tolist()
+
+
+@first_case
+def test_tokens_are_made_while_a_version_is_staged(rig, address):
+    """The learner yields its second tensor, and with it the last bucket, only when tokens came meanwhile."""
+    loop, rig = rig
+    made, before, during = [0], [], []
+
+    def tensors():
+        for index, pair in enumerate(list(rig.model.named_parameters())):
+            if index == 1:  # READY has come and the version is not sealed: staging goes on
+                before.append(made[0])
+                deadline = time.monotonic() + 10
+                while made[0] < before[0] + 20 and time.monotonic() < deadline:
+                    time.sleep(0.01)
+                during.append(made[0] - before[0])
+            yield pair
+
+    def publish(publisher: Publisher) -> None:
+        publisher.publish(61, rig.specs(), tensors())
+        publisher.wait_loaded()
+
+    async def scenario():
+        async with Line(rig, address) as line:
+            await rig.publish(line.publisher, 60)
+            running = asyncio.create_task(
+                rig.generate(1000, salt="60", on_tokens=lambda count: made.__setitem__(0, count))
+            )
+            shake(rig.model, 61)
+            await asyncio.to_thread(publish, line.publisher)
+            assert during[0] >= 20, "no tokens while the version was staged"
+            *_, spans = await running
+            versions = token_versions(1000, spans).tolist()
+            assert versions[before[0] + during[0] - 1] == 60, "they are of the version before"
+            assert versions[-1] == 61
+
+    loop.run_until_complete(scenario())
 
 
 @first_case
