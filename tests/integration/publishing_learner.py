@@ -58,7 +58,7 @@ class Learner:
         dtype = getattr(torch, experiment.model.dtype)
         self._source = experiment.model.path
         self._temperature = experiment.rollout.sampling.temperature
-        policy = build_model(self._source, ParallelConfig(), dtype)
+        policy = build_model(self._source, ParallelConfig(), dtype, adapters=experiment.learner.lora)
         self._trainable = make_trainable(policy, experiment.learner.optimizer, ParallelConfig())
         self._updater = Updater(experiment, self._trainable, None)
         notes = Path(experiment.run_dir)

@@ -18,6 +18,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from buffer.experiment import ModelConfig
 from rollout.engine import CompletionAborted, Request
@@ -40,6 +41,14 @@ PROMPTS = [PROMPT, [1, 300, 17], [1, 44, 45, 46, 47, 48, 49, 200]]
 TEMPERATURE = 0.8
 """Of what is sampled; not 1, so that forgetting it shows."""
 SAMPLES, SAMPLED = 12, 24
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
 _ids = itertools.count()
 
 
@@ -50,6 +59,7 @@ def make_model(family: str, tied: bool, dtype: torch.dtype):
     torch.manual_seed(7)
     kind, own = {
         "llama": (transformers.LlamaConfig, {}),
+        "llama-3": (transformers.LlamaConfig, {"rope_parameters": LLAMA3_ROPE}),
         "mistral": (transformers.MistralConfig, {"sliding_window": None}),
         "qwen2": (transformers.Qwen2Config, {}),
         "qwen3": (transformers.Qwen3Config, {"head_dim": 32}),
@@ -193,7 +203,7 @@ def programs(tmp_path_factory):
 # vLLM's classes for our families (SmolLM is its Llama); tied and not, in both types.
 CASES = [
     ("llama", True, "float32"), ("qwen3", False, "float32"),
-    ("qwen2", True, "bfloat16"), ("llama", False, "bfloat16"),
+    ("qwen2", True, "bfloat16"), ("llama-3", False, "bfloat16"),
     ("mistral", False, "float32"), ("qwen3_moe", False, "float32"),
     ("mixtral", False, "bfloat16"),
 ]  # fmt: skip
@@ -315,46 +325,85 @@ def test_after_each_publish_of_a_learner_the_server_is_a_fresh_engine_and_agrees
 ):
     """Three publishes by real Megatron, with a real update on the engine's own samples before each."""
     loop, rig = rig
+    settings = learner_settings(rig, address, tmp_path)
+    found = loop.run_until_complete(publish_and_compare(rig, programs, settings, tmp_path, range(4)))
+    assert_agrees(rig, found)
+
+
+@first_case
+def test_after_each_publish_of_adapters_the_server_is_a_fresh_engine_on_the_fused_folder(
+    rig, address, programs, tmp_path
+):
+    """Theirs are the only weights that learn; the server gets them fused with those that stay as they are."""
+    loop, rig = rig
+    settings = learner_settings(rig, address, tmp_path)
+    settings["learner"]["lora"] = {"rank": 4, "alpha": 16}
+    found = loop.run_until_complete(publish_and_compare(rig, programs, settings, tmp_path, range(5, 8)))
+    assert_agrees(rig, found)
+    before, after = (load_file(f / "model.safetensors") for f in (rig.folder, tmp_path / "exported-7"))
+    changed = {name for name, tensor in before.items() if not torch.equal(after[name], tensor)}
+    assert changed == {name for name in before if name.endswith("_proj.weight")}
+
+
+@dataclass
+class Found:
+    """Of a run of publishes, by version."""
+
+    served: list[list[dict]]
+    """The engine's greedy completions."""
+    from_learner: list[list[float]]
+    """|Δ| of the engine's logprobs of its own samples."""
+    from_hf: list[list[float]]
+
+
+async def publish_and_compare(
+    rig: Rig, programs: list[Program], settings: dict, folder: Path, versions: range
+) -> Found:
+    """Publish the first version; train and publish each other, and compare it with a fresh engine."""
     learner, engines = programs
     exact = dtype_of(rig) == "float32"
-    from_learner, from_hf, seen = [], [], []
+    found = Found([], [], [])
 
-    async def scenario():
-        settings = learner_settings(rig, address, tmp_path)
-        await learner.ask(do="build", settings=settings)
-        async with receiving(rig, SyncConfig(**settings["sync"])) as receiver:
-            assert await learner.ask(do="publish", version=0) == {"members": ["server-0"]}
-            for version in (1, 2, 3):
-                update = {"prompt": PROMPT, "samples": await sample(rig, version - 1)}
-                trained = await learner.ask(do="train", version=version - 1, **update)
-                assert trained["trained_tokens"] == SAMPLES * SAMPLED
-                assert math.log(trained["rho_max"]) <= (1e-3 if exact else 0.5)
-                assert await learner.ask(do="publish", version=version) == {"members": ["server-0"]}
-                assert receiver.version == version
-                await compare(version)
-
-    async def compare(version):
-        folder = tmp_path / f"exported-{version}"
-        await learner.ask(do="save", folder=str(folder))
+    async def compare(version: int) -> None:
+        exported = folder / f"exported-{version}"
+        await learner.ask(do="save", folder=str(exported))
         served = await greedy(rig, version)
-        seen.append(served)
-        if exact or version == 3:  # a start takes seconds; bfloat16 takes no other way than float32
-            order = {"model": str(folder), "dtype": dtype_of(rig), "prompts": PROMPTS, "count": 24}
+        found.served.append(served)
+        if (
+            exact or version == versions[-1]
+        ):  # a start takes seconds; bfloat16 takes no other way than float32
+            order = {"model": str(exported), "dtype": dtype_of(rig), "prompts": PROMPTS, "count": 24}
             fresh = (await engines.ask(**order))["completions"]
             for one, two in zip(served, fresh, strict=True):
                 assert one["token_ids"] == two["token_ids"]
                 assert max(gaps(one["logprobs"], two["logprobs"])) <= 1e-5
         samples = await sample(rig, version)
-        from_learner.append((await learner.ask(do="gap", prompt=PROMPT, samples=samples))["gaps"])
-        from_hf.append(gaps_to_hugging_face(folder, rig.model.dtype, samples))
+        found.from_learner.append((await learner.ask(do="gap", prompt=PROMPT, samples=samples))["gaps"])
+        found.from_hf.append(gaps_to_hugging_face(exported, rig.model.dtype, samples))
 
-    loop.run_until_complete(scenario())
-    assert seen[0] != seen[1] != seen[2]  # the versions do differ
-    assert all(len(found) == SAMPLES * SAMPLED for found in from_learner)
-    if exact:
-        assert max(map(max, from_learner)) <= 1e-3
+    first, *others = versions
+    await learner.ask(do="build", settings=settings)
+    async with receiving(rig, SyncConfig(**settings["sync"])) as receiver:
+        assert await learner.ask(do="publish", version=first) == {"members": ["server-0"]}
+        for version in others:
+            update = {"prompt": PROMPT, "samples": await sample(rig, version - 1)}
+            trained = await learner.ask(do="train", version=version - 1, **update)
+            assert trained["trained_tokens"] == SAMPLES * SAMPLED
+            assert math.log(trained["rho_max"]) <= (1e-3 if exact else 0.5)
+            assert await learner.ask(do="publish", version=version) == {"members": ["server-0"]}
+            assert receiver.version == version
+            await compare(version)
+    return found
+
+
+def assert_agrees(rig: Rig, found: Found) -> None:
+    """The engine with the learner, after each publish of another version."""
+    assert all(one != two for one, two in itertools.pairwise(found.served))
+    assert all(len(of) == SAMPLES * SAMPLED for of in found.from_learner)
+    if dtype_of(rig) == "float32":
+        assert max(map(max, found.from_learner)) <= 1e-3
     else:
-        assert sum(map(sum, from_learner)) <= 1.2 * sum(map(sum, from_hf))
+        assert sum(map(sum, found.from_learner)) <= 1.2 * sum(map(sum, found.from_hf))
 
 
 def gaps_to_hugging_face(folder: Path, dtype: torch.dtype, samples: list[dict]) -> list[float]:
