@@ -97,7 +97,7 @@ def test_an_environment_of_several_turns_with_its_prompts_and_its_reward(started
 def learned(tmp_path_factory) -> dict[str, Run]:
     """By the real learner on recorded batches, all in one process; of each example also what it replaces."""
     root = tmp_path_factory.mktemp("learned")
-    model, lr = make_model(root / "model"), {"lr": 0.1}
+    model, lr = make_model(root / "model"), {"lr": 0.5, "warmup_steps": 0, "schedule": "constant"}
     changes: dict[str, dict[str, Any]] = {
         "anneal": {},
         "anneal-main-loop": {"loop": None},
