@@ -10,7 +10,7 @@ index of CPU wheels, not in PyPI; name it as in  PIP_EXTRA_INDEX_URL=ADDRESS mak
 endef
 export WITHOUT_TORCH
 
-.PHONY: setup demo test fuzz chaos check
+.PHONY: setup demo test long fuzz chaos check
 
 setup: $(READY)
 
@@ -35,7 +35,12 @@ demo: setup
 # with the fewest would come last, alone.
 test: setup check
 	$(BIN)/python -m launch.demo_model
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations=40 tests
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not long" --durations=40 tests
+
+# What `make test` leaves out.
+long: setup
+	$(BIN)/python -m launch.demo_model
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m long tests
 
 # The same examples every time; `make test` has a few in a hundred of them.
 fuzz: setup

@@ -78,12 +78,12 @@ def learned(run: Run, ranks: int) -> Run:
 @pytest.mark.parametrize(
     ("own", "of", "targets"),
     [
-        ("one", "tensor", "gae"),
-        ("one", "data", "vtrace"),
         ("tensor", "pipeline", "gae"),
-        ("pipeline", "data", "gae"),
-        ("data", "tensor", "gae"),
         ("data", "one", "vtrace"),
+        pytest.param("one", "tensor", "gae", marks=pytest.mark.long),
+        pytest.param("one", "data", "vtrace", marks=pytest.mark.long),
+        pytest.param("pipeline", "data", "gae", marks=pytest.mark.long),
+        pytest.param("data", "tensor", "gae", marks=pytest.mark.long),
     ],
 )
 def test_every_pair_of_layouts_gives_the_numbers_of_shared_ranks(
@@ -151,6 +151,7 @@ DIES_AT = ["values 2 1", "train 3 0", "save 4 0", "values 6 2", "load 4 0", "tra
 that nobody heard of yet, in its part of a checkpoint, in loading that, in writing the model."""
 
 
+@pytest.mark.long
 def test_a_value_model_that_is_killed_in_the_middle_of_answering_costs_time_only(
     undisturbed, model, tmp_path, address
 ):

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from hand_started import HOME, Processes, Services, assert_trained_once, services
 
-SECONDS = float(os.environ.get("CHAOS_SECONDS", "40"))
+SECONDS = float(os.environ.get("CHAOS_SECONDS", "20"))
 SEED = int(os.environ.get("CHAOS_SEED", "1"))
 RECORD = os.environ.get("CHAOS_RECORD")
 

@@ -79,6 +79,7 @@ def test_a_reward_of_ones_own_beside_the_rule_of_the_demo(started):
         assert parts["brevity/short"] == pytest.approx(parts["brevity/right"] * min(1.0, 10 / words))
 
 
+@pytest.mark.long
 def test_an_environment_of_several_turns_with_its_prompts_and_its_reward(started):
     rows, samples = started("guess", "rollout.sampling.max_tokens=48")
     assert {sample["turns"] for sample in samples} & {2, 3}, "it guesses again"

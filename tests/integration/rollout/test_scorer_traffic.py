@@ -176,7 +176,7 @@ def test_many_that_wait_for_one_scorer_say_so_once_and_not_while_they_stand_in_l
     monkeypatch.setattr(scorer_client, "QUEUE_S", 0.7)
 
     async def go():
-        async with client(address, timeout_s=1.2) as scorer:
+        async with serving(address, Sum(delay_s=60)), client(address, timeout_s=1.2) as scorer:
             return await asyncio.gather(*(scorer.score(ids(i)) for i in range(1, 20)), return_exceptions=True)
 
     with caplog.at_level(logging.WARNING):
