@@ -120,7 +120,8 @@ def begin(ranks: int, runs: list[Run]) -> "subprocess.Popen[str]":
         start += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     return subprocess.Popen(
         [*start, str(PROGRAM), str(jobs)],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        # As `python -m learner` has it from the root of the repository: `configs` can be imported.
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(PROGRAM.parents[2])},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
