@@ -70,7 +70,8 @@ class Run:
 
     def job(self):
         self.folder.mkdir(parents=True, exist_ok=True)
-        config = self.folder / "config.yaml"
+        # Several runs may share a folder, one after the other, and all are described before the first.
+        config = self.folder / f"config-{self.experiment['learner']['steps']}.yaml"
         config.write_text(yaml.safe_dump(self.experiment))
         return {"config": str(config), "out": str(self.folder / "out"), "options": self.options}
 
