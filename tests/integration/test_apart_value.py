@@ -173,6 +173,7 @@ def test_a_value_model_that_is_killed_in_the_middle_of_answering_costs_time_only
     assert_same_ppo(run, undisturbed, rel=0)
 
 
+@pytest.mark.long
 def test_a_value_model_that_is_killed_under_two_copies_gets_the_lost_updates_of_both(
     model, tmp_path, free_address
 ):

@@ -189,6 +189,7 @@ def test_a_scorer_that_is_killed_and_started_again_costs_time_only(
         assert row["reward/mean"] == pytest.approx(parts, abs=1e-5)
 
 
+@pytest.mark.long
 def test_a_scorer_that_is_away_for_many_timeouts_costs_no_prompt(experiment, free_address, made_reward_model):
     engine, steps, timeout_s = {"kv_cache_gib": 0.25, "max_num_seqs": 64}, 8, 2.0
     helpful = {
