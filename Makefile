@@ -1,4 +1,4 @@
-# `make demo` on a fresh clone sets up, fetches the model and trains it; `make test` sets up and runs every test.
+# `make demo` on a fresh clone sets up, fetches the model and trains it; `make test` sets up and tests it.
 VENV ?= .venv
 BIN := $(VENV)/bin
 EXTRA ?= cpu
