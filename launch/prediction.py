@@ -1,5 +1,7 @@
 """`slipstream generate` and `slipstream evaluate`, as a person sees them: progress, then what came of it."""
 
+import os
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -37,6 +39,7 @@ def read(config: Path, overrides: list[str], model: Path | None) -> PredictionEx
         ValueError: The model's folder cannot be one, its engine cannot run here, or there is no such
             episode.
     """
+    sys.path.append(os.getcwd())  # adapters and episodes are run here, and found where the services find them
     given = [*overrides, *([f"model.path={model}"] if model else [])]
     experiment = load(config, given, PredictionExperiment)
     faults = model_folder.served("model.path", experiment.model.path, experiment.model.max_length)
