@@ -76,6 +76,11 @@ class Made:
 
     def __init__(self, group_size: int) -> None:
         self._group_size = group_size
+        self.silent: list[str] = []
+        """Nobody ever is."""
+
+    async def answered(self) -> None:
+        return
 
     async def ready(self) -> None:
         return
