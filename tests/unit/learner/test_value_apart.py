@@ -19,9 +19,10 @@ from scripted_learner import group
 from buffer import requester
 from buffer.records import Batch
 from launch.placement import free_port
+from learner import checkpoint as checkpoint_module
+from learner import checkpoint_parts, parallel
 from learner import critic as critic_module
 from learner import optimizer as optimizer_module
-from learner import parallel
 from learner.apart import client as client_module
 from learner.apart import job as job_module
 from learner.apart import waiting as waiting_module
@@ -36,6 +37,7 @@ from learner.model import build_model
 from learner.optimizer import make_trainable
 from learner.service import checkpoint_setup, reference_of, value_model
 from learner.step import Updater
+from learner.value import service as service_module
 from learner.value.client import ValueClient
 from learner.value.ranks import CriticRanks
 from learner.value.server import ValueServer
@@ -63,6 +65,20 @@ def impatient(monkeypatch):
     monkeypatch.setattr(client_module, "RETRY_S", 0.1)
     for module in (job_module, waiting_module):
         monkeypatch.setattr(module, "TICK_S", 0.02)
+
+
+@pytest.fixture(autouse=True)
+def one_save_at_a_time(monkeypatch):
+    """Megatron's writer hands its results over through one queue of the process; the learner and the job,
+    which here are threads of one, would take each other's."""
+    turn, save = threading.Lock(), checkpoint_parts.save_part
+
+    def save_alone(*args):
+        with turn:
+            save(*args)
+
+    for module in (checkpoint_module, service_module):
+        monkeypatch.setattr(module, "save_part", save_alone)
 
 
 @pytest.fixture(scope="module")
