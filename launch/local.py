@@ -23,6 +23,7 @@ from launch.services import gpu_shares, plan_services, training_jobs
 from launch.summary import summarize
 from launch.supervisor import POLL_S, Failure, Service, Supervisor
 from launch.watchdog import Watchdog
+from learner.checkpoint_files import found_in
 
 STOP_S = {
     "learner": 180.0,
@@ -257,11 +258,6 @@ def keep_config(e: WholeExperiment) -> None:
         path.write_text(dump(e))
 
 
-def checkpoints(run_dir: Path) -> list[Path]:
-    """Those that are complete, oldest first."""
-    return sorted(meta.parent for meta in (run_dir / "checkpoints").glob("step-*/meta.json"))
-
-
 def deadlines(services: Sequence[Service]) -> dict[str, float]:
     """Seconds that each role has to stop, in the order in which they do."""
     roles = dict.fromkeys(service.role for service in services)
@@ -299,7 +295,7 @@ def tell_resuming(history: History, run_dir: Path, console: Console) -> None:
     """Where a run goes on that was started before."""
     made = max(history.steps, default=0)
     if made:
-        kept = checkpoints(run_dir)
+        kept = found_in(run_dir / "checkpoints")
         where = kept[-1].name if kept else "the first step"
         steps = f"{made} step{'s were' if made > 1 else ' was'} made"
         console.print(f"  [dim]{'resuming':<9}[/] from {where}; {steps}", highlight=False)
@@ -313,7 +309,7 @@ def conclude(
     def say(text: str) -> None:
         console.print(text, highlight=False, markup=False, soft_wrap=True)
 
-    kept = checkpoints(Path(e.run_dir))
+    kept = found_in(Path(e.run_dir) / "checkpoints")
     onward = "To go on from the last checkpoint" if kept else "There is no checkpoint yet. To start again"
     if interrupted:
         say(f"stopped. {onward}: {command}")

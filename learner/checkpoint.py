@@ -23,14 +23,15 @@ from buffer.handles import wait_for_handles
 from learner import collectives, generators, parallel
 from learner.checkpoint_files import (
     EMA,
-    META,
     VALUE,
     DamagedCheckpoint,
     being_written,
     complete,
+    found_in,
     leftovers,
     of_step,
     read_meta,
+    step_of,
     verify,
 )
 from learner.checkpoint_parts import load_part, make, reason_of, save_part
@@ -176,12 +177,12 @@ class Checkpoints:
 
     def found(self) -> list[Path]:
         """Complete checkpoints, oldest first."""
-        return sorted(p for p in self._root.glob("step-*") if (p / META).exists())
+        return found_in(self._root)
 
     def safe_step(self) -> int:
         """Batches below this are in every state a resume may fall back to; 0 while that may be the start."""
         found = self.found()
-        return _step(found[0]) if len(found) >= self._keep else 0
+        return step_of(found[0]) if len(found) >= self._keep else 0
 
     def resume(self, trainable: Trainable, value: ValueState | None = None) -> int:
         """Load the newest checkpoint that is whole.
@@ -220,7 +221,7 @@ class Checkpoints:
             except DamagedCheckpoint as error:
                 logger.error("DAMAGED CHECKPOINT %s: the one before it is used", error)
                 continue
-            return _step(path)
+            return step_of(path)
         if found:
             raise ValueError(
                 f"{self._root}: every checkpoint is damaged; restore one, or start again in another run_dir"
@@ -261,7 +262,3 @@ class Checkpoints:
             generators.load(path)
         if parallel.rank() == 0:
             logger.info("resumed from %s", path)
-
-
-def _step(path: Path) -> int:
-    return int(path.name.removeprefix("step-"))

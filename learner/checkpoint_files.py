@@ -30,6 +30,18 @@ def being_written(root: Path, step: int) -> Path:
     return root / f".{of_step(root, step).name}.tmp"
 
 
+def step_of(folder: Path) -> int:
+    """The reverse."""
+    return int(folder.name.removeprefix("step-"))
+
+
+def found_in(root: Path) -> list[Path]:
+    """Complete ones, oldest first; not by name, whose six digits a step may outgrow. A copy by another name
+    is nobody's."""
+    folders = (meta.parent for meta in root.glob(f"step-*/{META}"))
+    return sorted((f for f in folders if f.name.removeprefix("step-").isdecimal()), key=step_of)
+
+
 def leftovers(root: Path) -> Iterator[Path]:
     """Those that never were."""
     return root.glob(".step-*.tmp")
@@ -75,7 +87,7 @@ def named_meta(path: Path) -> dict[str, Any]:
     """
     if (path / META).is_file():
         return read_meta(path)
-    inside = sorted(file.parent for at in ("", "checkpoints/") for file in path.glob(f"{at}step-*/{META}"))
+    inside = found_in(path) or found_in(path / "checkpoints")
     hint = f"; the newest in it is {inside[-1]}" if inside else ""
     raise ValueError(
         f"{path}: no {META} in it; expected a checkpoint such as runs/NAME/checkpoints/step-000010{hint}"

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from learner import families
-from learner.checkpoint_files import EMA, META, VALUE
+from learner.checkpoint_files import EMA, VALUE, found_in
 from learner.config import LearnerConfig, TrainingConfig, ValueConfig
 
 NO_PART = ("head", "has_score", "max_positions", "window")
@@ -47,8 +47,8 @@ def sharded_apart(value: ValueConfig | None) -> bool | None:
 
 def newest(run_dir: Path) -> Path | None:
     """The newest complete checkpoint of a run, if it has one."""
-    found = sorted((run_dir / "checkpoints").glob(f"step-*/{META}"))
-    return found[-1].parent if found else None
+    found = found_in(run_dir / "checkpoints")
+    return found[-1] if found else None
 
 
 def obstacle(

@@ -111,7 +111,7 @@ class ApartClient:
             try:
                 deadline = time.monotonic() + self._timeout_s
                 told = await self._requester.ask(request.request_id, message, task.verb, deadline, expected_s)
-                return wire.decode_answer(self._kind, *told)
+                return wire.decode_answer(self._kind, task.verb, *told)
             except Unreachable:
                 # Where answers to others came, it is there and works through what was sent before.
                 if time.monotonic() - self._requester.heard >= self._timeout_s:

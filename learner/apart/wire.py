@@ -18,6 +18,7 @@ from buffer.errors import BadMessage, Refusal, WrongRun
 from buffer.fields import choice, integer, mapping, pack, text, unpack
 from buffer.groups import Frame
 from learner.apart.work import FLOAT, MAX_HEADER_BYTES, Limits, Work, decode_work, encode_work, frames_of
+from learner.losses import VALUE_METRICS
 
 SCHEMA = 2
 HELLO = "hello"
@@ -48,6 +49,8 @@ class Verb:
     """Whether it has micro-batches."""
     known: int = 0
     """Arrays of what is known of each micro-batch's targets."""
+    answers: tuple[str, ...] = ()
+    """Numbers of its answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,9 +78,14 @@ VALUE = Kind(
     {
         HELLO: Verb(),
         "follow": Verb(),
-        "load": Verb(("step", "number")),
+        "load": Verb(("step", "number"), answers=("number", "loaded", "place")),
         "values": Verb(("number",), works=True),
-        "train": Verb(("number", "index", "copy", "copies", "tokens"), works=True, known=2),
+        "train": Verb(
+            ("number", "index", "copy", "copies", "tokens"),
+            works=True,
+            known=2,
+            answers=(*VALUE_METRICS, "grad_norm", "made"),
+        ),
         "save": Verb(("number", "step", "attempt")),
         "export": Verb(("number",)),
     },
@@ -189,8 +197,11 @@ def encode_answer(kind: Kind, request_id: str, answer: Answer) -> list[Frame]:
     return [kind.envelope.reply(request_id, {"numbers": dict(answer.numbers)}), *arrays]
 
 
-def decode_answer(kind: Kind, header: dict[str, Any], frames: Sequence[Frame]) -> Answer:
+def decode_answer(kind: Kind, verb: str, header: dict[str, Any], frames: Sequence[Frame]) -> Answer:
     """
+    Args:
+        verb: Of the request.
+
     Raises:
         Refusal: The one that the job answered with; BadMessage, where the reply breaks the schema.
     """
@@ -200,6 +211,8 @@ def decode_answer(kind: Kind, header: dict[str, Any], frames: Sequence[Frame]) -
         # A norm or a loss may well be none that is finite.
         if not isinstance(value, int | float) or isinstance(value, bool):
             raise BadMessage(f"numbers: expected numbers, got {key}={value!r:.80}")
+    if missing := [name for name in kind.verbs[verb].answers if name not in numbers]:
+        raise BadMessage(f"numbers: the answer to {verb} lacks {', '.join(missing)}")
     arrays: list[NDArray[np.float32]] = []
     for frame in frames:
         if (size := memoryview(frame).nbytes) % FLOAT.itemsize:

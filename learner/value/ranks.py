@@ -24,7 +24,7 @@ from buffer.errors import Refusal
 from learner import collectives, parallel
 from learner.apart.layouts import work_of
 from learner.apart.waiting import await_all, on_tensor_ranks
-from learner.apart.wire import Answer
+from learner.apart.wire import VALUE, Answer
 from learner.config import ValueConfig
 from learner.line import Line
 from learner.losses import VALUE_METRICS, Denominators
@@ -34,7 +34,7 @@ from learner.packing import MicroBatch
 from learner.value.client import ValueClient
 
 WHOM = "value model"
-FOUND = (*VALUE_METRICS, "grad_norm", "made")
+FOUND = VALUE.verbs["train"].answers
 """What is told of an update."""
 
 

@@ -141,13 +141,6 @@ def test_segments_are_repeated_up_to_the_budget():
     )
 
 
-@pytest.fixture(scope="module")
-def one_process():
-    parallel.initialize(ParallelConfig())
-    yield
-    parallel.shutdown()
-
-
 def kept_bytes(model, batch):
     """Of every storage that the forward pass leaves for the backward pass, but parameters."""
     owned = {p.untyped_storage().data_ptr() for p in model.parameters()}

@@ -1,6 +1,7 @@
 """Which checkpoint counts as whole, and what a resume brings back; killed runs are in tests/integration."""
 
 import json
+import shutil
 from traceback import StackSummary
 from typing import Any, cast
 
@@ -11,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from learner import parallel
 from learner.checkpoint import Checkpoints, Setup
-from learner.checkpoint_files import VALUE, DamagedCheckpoint, being_written, read_meta, verify
+from learner.checkpoint_files import VALUE, DamagedCheckpoint, being_written, named_meta, read_meta, verify
 from learner.checkpoint_parts import reason_of
 from learner.config import OptimizerConfig, ParallelConfig
 from learner.model import build_model
@@ -115,6 +116,17 @@ def test_the_newest_whole_one_is_taken(written, tmp_path, caplog):
 def test_a_folder_without_meta_is_no_checkpoint(written, tmp_path):
     (tmp_path / "checkpoints" / "step-000003").mkdir(parents=True)
     assert Checkpoints(tmp_path, 2, SETUP)._newest_whole() == 0
+
+
+def test_steps_beyond_a_million_are_newer_and_a_copy_by_another_name_is_nobodys(written, tmp_path):
+    copied = written(999_990)
+    shutil.copytree(copied, copied.with_name("step-999999.kept"))
+    written(1_000_000)
+    checkpoints = Checkpoints(tmp_path, 2, SETUP)
+    assert checkpoints._newest_whole() == 1_000_000
+    assert checkpoints.safe_step() == 999_990
+    with pytest.raises(ValueError, match=r"the newest in it is .*step-1000000"):
+        named_meta(tmp_path)
 
 
 def test_all_damaged_is_refused(written, tmp_path):

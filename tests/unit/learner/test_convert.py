@@ -16,7 +16,7 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from learner import convert, parallel, safetensors_folder
+from learner import convert, safetensors_folder
 from learner.config import ParallelConfig
 from learner.model import build_model
 from sync.expected import ExpectedModel, read_specs
@@ -39,13 +39,6 @@ CONFIGS = {
     "mixtral": MixtralConfig(**SIZES, num_local_experts=4),
     "qwen3-moe": Qwen3MoeConfig(**SIZES, **EXPERTS),
 }
-
-
-@pytest.fixture(scope="module")
-def one_process():
-    parallel.initialize(ParallelConfig())
-    yield
-    parallel.shutdown()
 
 
 @pytest.fixture

@@ -7,7 +7,6 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from learner import parallel
 from learner.checkpoint import Checkpoints, Setup
 from learner.config import EmaConfig, OptimizerConfig, ParallelConfig
 from learner.model import build_model
@@ -15,13 +14,6 @@ from learner.optimizer import Trainable, make_trainable, set_rates
 
 DECAY = 0.7
 KINDS = [("float32", False), ("bfloat16", False), ("float32", True), ("bfloat16", True)]
-
-
-@pytest.fixture(scope="module")
-def one_process():
-    parallel.initialize(ParallelConfig(), seed=3)
-    yield
-    parallel.shutdown()
 
 
 @pytest.fixture(scope="module")

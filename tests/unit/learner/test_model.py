@@ -14,7 +14,6 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from learner import parallel
 from learner.config import ParallelConfig
 from learner.layout import Segment
 from learner.model import build_model
@@ -101,13 +100,6 @@ def hf_logprobs(model, groups, temperature):
             logprobs = (model(ids).logits[0, :-1].float() / temperature).log_softmax(-1)
             found.append(logprobs[len(prompt) - 1 :].gather(1, ids[0, len(prompt) :, None])[:, 0])
     return torch.cat(found)
-
-
-@pytest.fixture(scope="module")
-def one_process():
-    parallel.initialize(ParallelConfig())
-    yield
-    parallel.shutdown()
 
 
 @pytest.fixture(scope="module", params=MODELS)

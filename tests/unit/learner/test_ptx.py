@@ -7,8 +7,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from buffer.examples import Example
 from buffer.records import Batch, Group, Trajectory
-from learner import parallel
-from learner.config import LearnerExperiment, ParallelConfig, PtxConfig
+from learner.config import LearnerExperiment, PtxConfig
 from learner.model import build_model
 from learner.optimizer import make_trainable
 from learner.ptx import TextReport, Texts
@@ -55,13 +54,6 @@ class Rows:
 def texts(batch_size=5, coefficient=2.5) -> Texts:
     fields = {"data": {"kind": "jsonl", "path": "x"}, "batch_size": batch_size, "coefficient": coefficient}
     return Texts(PtxConfig.model_validate(fields), Rows(), Words(), LONGEST, budget=64)
-
-
-@pytest.fixture(scope="module")
-def one_process():
-    parallel.initialize(ParallelConfig(), seed=3)
-    yield
-    parallel.shutdown()
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, LlamaConfig, Qwen3Config
 
-from learner import convert, families, parallel
+from learner import convert, families
 from learner.config import ParallelConfig
 from learner.model import build_model
 from learner.offline.encoding import Encoded
@@ -32,13 +32,6 @@ CONFIGS = {
 }
 LENGTHS = [(5, (3, 7, 1)), (9, (4, 2))]
 """Prompt and responses of each example."""
-
-
-@pytest.fixture(scope="module")
-def one_process():
-    parallel.initialize(ParallelConfig(), seed=3)
-    yield
-    parallel.shutdown()
 
 
 @pytest.fixture(params=CONFIGS)

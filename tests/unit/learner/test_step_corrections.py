@@ -10,9 +10,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from buffer.records import Batch, Group, Trajectory
-from learner import parallel
 from learner import step as step_module
-from learner.config import LearnerExperiment, ParallelConfig
+from learner.config import LearnerExperiment
 from learner.losses import Denominators
 from learner.metrics import StepReport
 from learner.model import build_model
@@ -24,13 +23,6 @@ from learner.step import Updater
 INDEX = 7
 REWARDS = [[1.0, 0.0], [0.0, 2.0], [1.0, 1.0], [0.5, 0.0]]
 """Of each group; the third's are equal, so no pass is made over it."""
-
-
-@pytest.fixture(scope="module")
-def one_process():
-    parallel.initialize(ParallelConfig(), seed=3)
-    yield
-    parallel.shutdown()
 
 
 @pytest.fixture(scope="module")

@@ -13,8 +13,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, LlamaConfig
 
 from buffer.records import Batch, Group, Trajectory
-from learner import loop, parallel
-from learner.config import LearnerExperiment, ParallelConfig
+from learner import loop
+from learner.config import LearnerExperiment
 from learner.critic import Critic
 from learner.feed import Command
 from learner.flow import Flow
@@ -32,13 +32,6 @@ ALL_CUT = {
     "reinforce": {"advantage": "reinforce_plus_plus", "kl": KL | {"placement": "reward"}},
     "ppo": {"advantage": "gae", "kl": KL | {"placement": "reward"}},
 }
-
-
-@pytest.fixture(scope="module")
-def one_process():
-    parallel.initialize(ParallelConfig(), seed=3)
-    yield
-    parallel.shutdown()
 
 
 @pytest.fixture(scope="module")

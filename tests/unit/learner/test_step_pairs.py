@@ -10,9 +10,8 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from buffer.records import Batch, Group, Trajectory
-from learner import parallel
 from learner.checkpoint import Checkpoints, Setup
-from learner.config import LearnerExperiment, ParallelConfig
+from learner.config import LearnerExperiment
 from learner.model import build_model
 from learner.optimizer import make_trainable, prepare_schedule
 from learner.reference.local import Reference
@@ -21,13 +20,6 @@ from learner.step import Updater
 REWARDS = [[1.0, 1.0, 1.0], [0.0, 9.0, -1.0], [0.5, 0.0, 0.5], [2.0, 1.0, 1.0]]
 """Of each group: no pair, three pairs, two pairs; none, as the best completion has no trained token."""
 TIED, BETA = (0, 3), 0.4
-
-
-@pytest.fixture(scope="module")
-def one_process():
-    parallel.initialize(ParallelConfig(), seed=3)
-    yield
-    parallel.shutdown()
 
 
 @pytest.fixture(scope="module")

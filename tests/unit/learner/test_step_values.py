@@ -11,10 +11,9 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from buffer.records import Batch, Group, Trajectory
 from learner import critic as critic_module
-from learner import parallel
 from learner import step as step_module
 from learner.advantages import EPSILON
-from learner.config import LearnerExperiment, ParallelConfig
+from learner.config import LearnerExperiment
 from learner.critic import Critic
 from learner.losses import adapted
 from learner.model import build_model
@@ -35,13 +34,6 @@ GAMMA, LAMBDA, BETA, CLIP, TEMPERATURE = 0.9, 0.8, 0.3, 1.5, 0.7
 RHO_BAR, C_BAR = 1.4, 0.8
 REWARDS = [[1.0, 1.0, 1.0], [0.0, 9.0, -1.0], [0.5, 0.0, 2.0]]
 """Of each group: equal ones first, then one beyond the clip."""
-
-
-@pytest.fixture(scope="module")
-def one_process():
-    parallel.initialize(ParallelConfig(), seed=3)
-    yield
-    parallel.shutdown()
 
 
 @pytest.fixture(scope="module")

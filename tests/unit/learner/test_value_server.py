@@ -27,6 +27,11 @@ def work(number: int, trained: bool = False) -> Work:
     return Work(((2, 2),), IDS, np.array([1, 2], np.int32), np.array([number, 3], np.int32), 1.0, known)
 
 
+def made(updates: int) -> dict[str, float]:
+    """What is told of the last of so many updates."""
+    return dict.fromkeys(VALUE.verbs["train"].answers, float(updates))
+
+
 class Model:
     """A server whose ranks note what they do, and answer values with the number of updates made."""
 
@@ -54,7 +59,7 @@ class Model:
                 await self.lets_load.wait()
                 self.made = task.numbers["number"]
             values = (np.full(2, self.made, np.float32),) if task.verb == "values" else ()
-            answer.set_result(Answer(values, {"loss": float(self.made)} if task.verb == "train" else {}))
+            answer.set_result(Answer(values, made(self.made) if task.verb == "train" else {}))
 
     async def close(self):
         for task in self._tasks:
@@ -97,7 +102,7 @@ def test_an_update_waits_for_every_copy_and_takes_their_micro_batches_in_their_o
             assert model.server.metrics()["missing_copies"] == 1
             ahead = asyncio.create_task(one.values(1, work(5)))
             first = train(one, 0, 0, 2, target=6)
-            assert (await first).numbers == (await second).numbers == {"loss": 1.0}
+            assert (await first).numbers == (await second).numbers == made(1)
             assert (await ahead).tolist() == [1, 1], "behind the update that was asked for later"
             assert model.server.metrics()["missing_copies"] == 0
         await model.close()
@@ -117,7 +122,7 @@ def test_what_was_done_is_not_done_again_for_a_request_that_is_repeated_under_an
             await asyncio.sleep(0.2)
             model.lets_train.set()
             assert [(await one).numbers["loss"] for one in twice] == [1.0, 1.0]
-            assert (await train(of, 0)).numbers == {"loss": 1.0}
+            assert (await train(of, 0)).numbers == made(1)
             again = Task("save", (), {"number": 1, "step": 4, "attempt": 5}, of._place)
             await asyncio.gather(of.ask(again), of.ask(again))
             await of.ask(again)
@@ -260,9 +265,7 @@ class Forgetful(Model):
             if task.verb == "train":
                 self.state.append([int(work.target_ids[0]) for work in task.works])
             values = (np.full(2, len(self.state), np.float32),) if task.verb == "values" else ()
-            answer.set_result(
-                Answer(values, {"loss": float(len(self.state))} if task.verb == "train" else {})
-            )
+            answer.set_result(Answer(values, made(len(self.state)) if task.verb == "train" else {}))
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -282,8 +285,10 @@ def test_lost_at_any_moments_under_three_copies_it_makes_every_update_once_and_i
             assert [values.tolist() for values in found] == [[number, number]] * 2
             # As every copy's advantages wait for all of them.
             await meeting.wait()
-            made = await asyncio.gather(*(train(of, number + n, copy, copies, copy) for n in range(updates)))
-            assert [answer.numbers["loss"] for answer in made] == [number + 1, number + 2]
+            answers = await asyncio.gather(
+                *(train(of, number + n, copy, copies, copy) for n in range(updates))
+            )
+            assert [answer.numbers["loss"] for answer in answers] == [number + 1, number + 2]
             await meeting.wait()
             if step % 3 == 2:
                 if copy == 0:
@@ -419,6 +424,8 @@ def test_an_answer_that_is_none_is_refused(address):
         async with ApartClient(VALUE, address, "run", "about", "n", 1.0):
             for fields, frames in (({}, []), ({"numbers": {"a": "b"}}, []), ({"numbers": {}}, [b"\0" * 3])):
                 with pytest.raises(BadMessage):
-                    wire.decode_answer(VALUE, {"id": "id", **fields}, frames)
+                    wire.decode_answer(VALUE, "values", {"id": "id", **fields}, frames)
+            with pytest.raises(BadMessage, match="the answer to load lacks loaded, place"):
+                wire.decode_answer(VALUE, "load", {"id": "id", "numbers": {"number": 1}}, [])
 
     asyncio.run(go())
