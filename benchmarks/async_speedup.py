@@ -1,14 +1,16 @@
 """Does asynchrony pay what it can? Step time of synchronous and asynchronous runs against both sides alone.
 
-    python benchmarks/async_speedup.py [--steps 15]
+    python benchmarks/async_speedup.py [--steps 30]
 
 On two cores, one for the learner and one for the rollout server: first each side alone (`slipstream
 measure`), for the seconds Tg and Tt that a batch takes; then whole runs at `max_staleness` 0, which is
 synchronous, 1, 2 and 4. The ideal speed-up over one after the other is (Tg + Tt) / max(Tg, Tt). Two busy
 cores share cache, memory and clock: what is lost by that alone shows when both sides run at once with
-nothing between them. The same runs are what the simulation of `slipstream tune`, calibrated by Tg and Tt
-alone, has to foretell. Writes benchmarks/results/async_speedup.json and its picture in docs/pictures/. Let
-nothing else run meanwhile.
+with nothing between them. The same runs are what the simulation of `slipstream tune` is held against: as
+foretold from what each side takes alone, and as replayed with what each run's own metrics say that it cost.
+
+Goes on from the runs of as many steps that are whole in runs/pinned/; remove them to begin anew. Writes
+benchmarks/results/async_speedup.json and its picture in docs/pictures/. Let nothing else run meanwhile.
 """
 
 import argparse
@@ -18,24 +20,37 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from pinned_runs import experiment, learner_times, run, run_alone, run_together, server_times, step_seconds
+from pinned_runs import (
+    WARM_UP,
+    experiment,
+    learner_times,
+    run_alone,
+    run_or_kept,
+    run_together,
+    server_times,
+    step_seconds,
+)
 from record import RESULTS, write_result
 
-from launch.simulation import simulate
-from launch.tuning import Alone, setting_of
+from launch.calibration import Alone, calibrate, work_and_pace
+from launch.experiment import WholeExperiment
+from launch.history import History
+from launch.simulation import Costs, simulate
+from launch.tuning import decoded_groups, setting_of
 
 SETTINGS = ((0, 16, 8), (1, 16, 8), (2, 16, 8), (4, 16, 8), (2, 8, 8), (1, 16, 4))
 """max_staleness, groups a batch, groups in hand. The first ones are compared with each other, and the others
 are there for the simulation."""
 TARGET = 0.9
+SEEDS = 16
+"""Of a simulation, whose mean is told."""
 PICTURE = Path("docs/pictures/async_speedup.png")
 PARTS = {"trains": "#3b6fb6", "generates": "#4c9a6a", "publishes, pauses": "#d98c2b", "waits": "#d0d4da"}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--steps", type=int, default=15)
-    parser.add_argument("--settings", type=int, nargs="*", default=range(len(SETTINGS)), help="by number")
+    parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--plot-only", action="store_true", help="from what is recorded")
     options = parser.parse_args()
     if options.plot_only:
@@ -46,7 +61,7 @@ def main() -> None:
     print(f"Tg {alone.generate:.2f} s, Tt {alone.train:.2f} s, ideal {ideal:.2f}, {alone.costs}", flush=True)
     together = run_together(experiment("alone", options.steps), 2 * options.steps)
     print("at once and unconnected:", together, flush=True)
-    runs = [one(*SETTINGS[number], options.steps, alone) for number in options.settings]
+    runs = [one(*setting, options.steps, alone) for setting in SETTINGS]
     for made in runs:
         same = [r for r in runs if (r["groups"], r["in_hand"]) == (made["groups"], made["in_hand"])]
         synchronous = next((r["step_seconds"] for r in same if not r["max_staleness"]), None)
@@ -60,17 +75,23 @@ def main() -> None:
         "at_once_unconnected": dict(zip(("generate_seconds", "train_seconds"), together, strict=True)),
         "unconnected_of_ideal": round(max(alone.generate, alone.train) / max(together), 3),
         "target_of_ideal": TARGET,
-        "costs": dataclasses.asdict(alone.costs) | {"work": quantiles(alone.costs.work)},
+        "costs": recorded(alone.costs),
         "steps": options.steps,
         "runs": runs,
     }
     write_result("async_speedup", found)
     draw(found)
+    print(table(found))
 
 
-def quantiles(work: tuple[float, ...], count: int = 32) -> list[float]:
+def recorded(costs: Costs) -> dict[str, Any]:
+    of = dataclasses.asdict(costs)
+    return {key: quantiles(value) if isinstance(value, tuple) else value for key, value in of.items()}
+
+
+def quantiles(values: tuple[float, ...], count: int = 32) -> list[float]:
     """The distribution in that many numbers."""
-    ordered = sorted(work)
+    ordered = sorted(values)
     return [round(ordered[int((i + 0.5) * len(ordered) / count)], 4) for i in range(count)]
 
 
@@ -81,11 +102,10 @@ def one(staleness: int, groups: int, in_hand: int, steps: int, alone: Alone) -> 
         buffer={"max_staleness": staleness, "groups_per_batch": groups},
         rollout={"max_groups": in_hand},
     )
-    found = run(e)
-    seconds, age = step_seconds(found), statistics.fmean(r["staleness/mean"] for r in found)
-    setting = setting_of(e.buffer, 1, in_hand, staleness, groups)
-    assert setting is not None
-    told = simulate(alone.costs, setting)
+    found = run_or_kept(e)
+    ages = [r["staleness/mean"] for r in found]
+    own = costs_of(e, alone.costs.contention)
+    seconds, age = step_seconds(found), statistics.fmean(ages)
     made = {
         "max_staleness": staleness,
         "groups": groups,
@@ -93,16 +113,55 @@ def one(staleness: int, groups: int, in_hand: int, steps: int, alone: Alone) -> 
         "step_seconds": round(seconds, 3),
         "samples_per_s": round(found[0]["samples"] / seconds, 2),
         "staleness_mean": round(age, 3),
+        "staleness_of_steps": [round(a, 3) for a in ages],
+        "arrival_seconds": [round(r["sync/arrival_seconds"], 3) for r in found],
         "learner": learner_times(found),
         "server": server_times(e, found),
-        "predicted": {
-            "step_seconds": round(groups / told.groups_per_second, 3),
-            "rate_error": round(told.groups_per_second * seconds / groups - 1, 3),
-            "staleness_mean": round(told.staleness_mean, 3),
-        },
+        "predicted": simulated(e, alone.costs, seconds, age),
+        "replayed": simulated(e, own, seconds, age),
     }
     print(made, flush=True)
     return made
+
+
+def costs_of(e: WholeExperiment, contention: float) -> Costs:
+    """By what the run wrote, but for contention, which one with all places taken cannot tell."""
+    history = History(Path(e.run_dir))
+    history.refresh()
+    decoded = decoded_groups(e.rollout)
+    work, pace = work_and_pace(history, contention, decoded)
+    return dataclasses.replace(calibrate(history, decoded), work=work, pace=pace, contention=contention)
+
+
+def simulated(e: WholeExperiment, costs: Costs, seconds: float, age: float) -> dict[str, float]:
+    """As many steps as were made, and how far off what was measured: seconds of a step and mean staleness."""
+    setting = setting_of(e.buffer, e.rollout, 1, e.buffer.max_staleness, e.buffer.groups_per_batch)
+    assert setting is not None
+    steps = e.learner.steps - WARM_UP
+    made = [simulate(costs, setting, steps, WARM_UP, seed) for seed in range(SEEDS)]
+    rate = statistics.fmean(m.groups_per_second for m in made) / e.buffer.groups_per_batch
+    told = statistics.fmean(m.staleness_mean for m in made)
+    return {
+        "step_seconds": round(1 / rate, 3),
+        "rate_error": round(rate * seconds - 1, 3),
+        "staleness_mean": round(told, 3),
+        "staleness_error": round((told - age) / max(age, 1e-9), 3),
+    }
+
+
+def table(found: dict[str, Any]) -> str:
+    """A line for each setting; errors are of what was foretold from both sides alone, and of the replay."""
+    lines = ["bound groups in_hand | s/step  speed-up  of ideal |   rate error  | staleness      error"]
+    for made in found["runs"]:
+        told, again = made["predicted"], made["replayed"]
+        gained = (f"{made[key]:.2f}" if key in made else "–" for key in ("speedup", "of_ideal"))
+        errors = {key: f"{told[key]:+6.1%} {again[key]:+6.1%}" for key in ("rate_error", "staleness_error")}
+        lines.append(
+            f"{made['max_staleness']:5} {made['groups']:6} {made['in_hand']:7} | {made['step_seconds']:6.2f}"
+            f"  {next(gained):>8}  {next(gained):>8} | {errors['rate_error']} | "
+            f"{made['staleness_mean']:9.2f}  {errors['staleness_error']}"
+        )
+    return "\n".join(lines)
 
 
 def draw(found: dict[str, Any]) -> None:

@@ -40,7 +40,7 @@ def main() -> None:
         chance = random.Random(3)
         work = tuple(chance.lognormvariate(2, spread) for _ in range(GROUPS))
         for learner, (size, in_hand, train) in LEARNERS.items():
-            costs = Costs(work, contention=0.0, train=train, send=0.3, load=0.3, pause=0.1)
+            costs = Costs(work, contention=0.0, train=train, send=0.3, load=(0.3,), pause=0.1)
             for staleness in (1, 2, 4):
                 rules = {
                     "turns kept": Rules(size, staleness),
@@ -48,7 +48,7 @@ def main() -> None:
                     "freshest": Rules(size, staleness, "freshest"),
                 }
                 for name, of in rules.items():
-                    made = simulate(costs, Setting(1, in_hand, of, 4096), STEPS)
+                    made = simulate(costs, Setting(1, in_hand, in_hand, of, 4096), STEPS)
                     runs.append({
                         "durations": durations, "learner": learner, "max_staleness": staleness, "rules": name,
                         "groups_per_second": round(made.groups_per_second, 3),

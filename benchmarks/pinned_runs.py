@@ -18,12 +18,12 @@ from typing import Any
 from rich.console import Console
 
 from launch import local, measuring
+from launch.calibration import Alone, steady
 from launch.experiment import WholeExperiment
 from launch.history import History
 from launch.overview import seconds_of
 from launch.services import plan_services
 from launch.supervisor import Service
-from launch.tuning import Alone, steady
 
 FOLDER = Path("runs/pinned")
 WARM_UP = 3
@@ -110,31 +110,45 @@ def run(e: WholeExperiment, planned: local.Plan = plan, warm_up: int = WARM_UP) 
     with console_of(e) as console:
         if local.run(e, "benchmark", console, planned):
             sys.exit(f"{e.run_dir}: the run failed; see {e.run_dir}/logs")
-    lines = Path(e.run_dir, "metrics.jsonl").read_text().splitlines()
-    return [json.loads(line) for line in lines][warm_up:]
+    return _rows(e)[warm_up:]
+
+
+def run_or_kept(e: WholeExperiment) -> list[dict[str, Any]]:
+    """As `run`, unless the run is whole in its folder."""
+    return _rows(e)[WARM_UP:] if len(_rows(e)) == e.learner.steps else run(e)
+
+
+def _rows(e: WholeExperiment) -> list[dict[str, Any]]:
+    path = Path(e.run_dir, "metrics.jsonl")
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
 
 
 def run_alone(e: WholeExperiment, steps: int, train_seconds: float = 0.0) -> Alone:
-    """Both sides, each without the other."""
+    """Both sides, each without the other, unless both are whole in their folders."""
+    sides = (measuring.servers_alone(e, steps, train_seconds), measuring.learner_alone(e, steps))
+    if all(len(_rows(side)) == steps for side in sides):
+        return measuring.read_alone(e, Path(e.run_dir))
     with console_of(e) as console:
         if measuring.measure(e, steps, train_seconds, "benchmark", console, plan):
             sys.exit(f"{e.run_dir}: measuring failed; see the logs below it")
-    return measuring.read_alone(Path(e.run_dir))
+    return measuring.read_alone(e, Path(e.run_dir))
 
 
 def run_together(e: WholeExperiment, steps: int) -> tuple[float, float]:
     """Both sides at once, each on its core and neither knowing of the other; after `run_alone` of the same.
+    Not again where they are whole in their folders.
 
     Returns:
         Seconds of a batch of the servers and of the learner, over the time that both were at work.
     """
     sides = (measuring.servers_alone(e, steps, 0.0), measuring.learner_alone(e, steps))
     sides = [side.model_copy(update={"run_dir": f"{side.run_dir}-at-once"}) for side in sides]
-    workers = [SPAWN.Process(target=run, args=(side,)) for side in sides]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
+    if not all(len(_rows(side)) == steps for side in sides):
+        workers = [SPAWN.Process(target=run, args=(side,)) for side in sides]
+        for worker in workers:
+            worker.start()
+        for worker in workers:
+            worker.join()
     histories = [History(Path(side.run_dir)) for side in sides]
     for history in histories:
         history.refresh()

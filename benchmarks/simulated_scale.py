@@ -34,10 +34,11 @@ def main() -> None:
     runs: list[dict[str, Any]] = []
     for devices in (n for n in DEVICES if n <= options.largest):
         servers = devices // 2
-        costs = Costs(**measured | {"work": tuple(measured["work"]), "train": measured["train"] / servers})
+        of = {key: tuple(value) if isinstance(value, list) else value for key, value in measured.items()}
+        costs = Costs(**of | {"train": measured["train"] / servers})
         for staleness in STALENESS:
             started = time.perf_counter()
-            setting = Setting(servers, 8, Rules(devices, staleness), 1 << 30)
+            setting = Setting(servers, 8, 8, Rules(devices, staleness), 1 << 30)
             made = simulate(costs, setting, STEPS, WARM_UP)
             runs.append({
                 "devices": devices, "max_staleness": staleness,

@@ -11,9 +11,10 @@ from pathlib import Path
 from rich.console import Console
 
 from launch import local
+from launch.calibration import Alone, alone
 from launch.experiment import WholeExperiment
 from launch.history import History
-from launch.tuning import Alone, alone
+from launch.tuning import decoded_groups
 from learner.config import RECORDED
 
 SERVERS, FEW, LEARNER = "alone/servers", "alone/servers-few", "alone/learner"
@@ -50,7 +51,7 @@ def measure(
         code = local.run(of, command, console, plan)
         if code:
             return code
-    console.print(told(read_alone(Path(experiment.run_dir))), highlight=False)
+    console.print(told(read_alone(experiment, Path(experiment.run_dir))), highlight=False)
     return 0
 
 
@@ -87,8 +88,8 @@ def _changed(e: WholeExperiment, folder: str, steps: int) -> WholeExperiment:
     return e.model_copy(update=changed)
 
 
-def read_alone(run_dir: Path) -> Alone:
-    """What both sides took.
+def read_alone(experiment: WholeExperiment, run_dir: Path) -> Alone:
+    """What both sides of an experiment took that were measured in its folder or another.
 
     Raises:
         ValueError: One of them has not been measured.
@@ -96,7 +97,8 @@ def read_alone(run_dir: Path) -> Alone:
     servers, few, learner = (History(run_dir / folder) for folder in (SERVERS, FEW, LEARNER))
     for history in (servers, few, learner):
         history.refresh()
-    return alone(servers, few if few.steps else None, learner)
+    decoded = decoded_groups(experiment.rollout)
+    return alone(servers, few if few.steps else None, learner, decoded)
 
 
 def is_measured(run_dir: Path) -> bool:

@@ -5,7 +5,8 @@ Pure: no clock but its own, no files.
 
 import math
 import random
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from typing import Any, Protocol
@@ -21,18 +22,24 @@ class Costs:
     """Seconds, as measured or assumed."""
 
     work: tuple[float, ...]
-    """Of a group alone on its server: the distribution, drawn from evenly."""
+    """Of a group alone on its server: the distribution, drawn from evenly. What makes one group slower than
+    those beside it, such as more tokens."""
     contention: float
-    """Between 0 and 1: with n groups in hand each takes 1 + contention · (n − 1) times as long as alone. 0
+    """Between 0 and 1: with n groups decoded each takes 1 + contention · (n − 1) times as long as alone. 0
     where the engine decodes many as fast as one, 1 where they share it."""
     train: float
     """Of the learner for each group of a batch."""
     send: float
     """The learner's for sending a version."""
-    load: float
-    """From there until the servers have it."""
+    load: tuple[float, ...]
+    """From there until the servers stand still to take it in: the distribution, drawn from evenly."""
     pause: float
     """Of a server at each load; nothing is generated meanwhile."""
+    step: float = 0.0
+    """Of the learner for each batch, however large: the optimizer's, a checkpoint's share."""
+    pace: tuple[float, ...] = (1.0,)
+    """So many times as long all groups take that a server has in hand at once: the distribution. Not part of
+    `work`, because groups of one length stay abreast of each other however slow their server is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +49,8 @@ class Setting:
     servers: int
     max_groups: int
     """That a server has in hand at a time."""
+    decoded: int
+    """Of these by its engine at a time; the others have no token yet."""
     rules: Rules
     capacity: int
 
@@ -57,7 +66,7 @@ class Outcome:
     server_idle: float
     """Share of the places for groups, over all servers and the time, that stand empty."""
     staleness_mean: float
-    """Over trained groups, by their oldest token."""
+    """Over trained completions, by their oldest token, as the learner's `staleness/mean`."""
     staleness_max: int
     evicted: float
     """Share of the delivered groups."""
@@ -166,43 +175,64 @@ class RulePool:
 
 @dataclass(slots=True)
 class Server:
-    """Groups in hand share its speed evenly: each has had `progress − its start` of its work. What is said
-    of it is true of the time `at`."""
+    """Groups that are decoded share its speed evenly: each has had `progress − its start` of its work. What
+    is said of it is true of the time `at`."""
 
     max_groups: int
+    decoded: int
     contention: float
+    draw_pace: Callable[[], float]
     version: int = 0
     progress: float = 0.0
     paused_until: float = 0.0
     empty_s: float = 0.0
     """Places for groups times the seconds they stood empty."""
-    hand: list[tuple[float, int, Work]] = field(default_factory=list)
+    decoding: list[tuple[float, int, Work]] = field(default_factory=list)
+    """By when they end."""
+    waiting: deque[Work] = field(default_factory=deque)
+    """For the engine, in order."""
+    pace: float = 1.0
+    paced: int = 0
+    """So many groups more end at this pace."""
     at: float = 0.0
     changes: int = 0
     """So many times what it will do next has changed."""
 
+    @property
+    def held(self) -> int:
+        return len(self.decoding) + len(self.waiting)
+
     def speed(self) -> float:
-        return 1.0 / (1.0 + self.contention * (len(self.hand) - 1)) if self.hand else 0.0
+        """While it decodes."""
+        return 1.0 / (self.pace * (1.0 + self.contention * (len(self.decoding) - 1)))
 
     def advance(self, now: float) -> None:
-        self.empty_s += (now - self.at) * (self.max_groups - len(self.hand))
+        self.empty_s += (now - self.at) * (self.max_groups - self.held)
         running = now - max(self.at, min(self.paused_until, now))
-        self.progress += running * self.speed()
+        if self.decoding:
+            self.progress += running * self.speed()
         self.at = now
 
     def take(self, group: Work) -> None:
+        if len(self.decoding) >= self.decoded:
+            self.waiting.append(group)
+            return
+        if not self.paced:
+            self.pace, self.paced = self.draw_pace(), min(self.max_groups, self.decoded)
         group.started = self.version
-        heappush(self.hand, (self.progress + group.work, group.lease, group))
+        heappush(self.decoding, (self.progress + group.work, group.lease, group))
 
     def next_end(self) -> float:
-        if not self.hand:
-            return NEVER
-        left = max(0.0, self.hand[0][0] - self.progress)
-        return max(self.at, self.paused_until) + left / self.speed()
+        left = max(0.0, self.decoding[0][0] - self.progress)
+        # What is done as the server stops has no token left to wait for.
+        return max(self.at, self.paused_until) + left / self.speed() if left else self.at
 
     def finish(self) -> Work:
-        ends, _, group = heappop(self.hand)
+        ends, _, group = heappop(self.decoding)
         self.progress = max(self.progress, ends)
+        self.paced = max(0, self.paced - 1)
+        if self.waiting:
+            self.take(self.waiting.popleft())
         return group
 
 
@@ -213,18 +243,25 @@ class Simulation:
         costs: In seconds.
         setting: What is tried out.
         pool: The buffer.
+        seed: Of loads and paces; those of work are the pool's.
     """
 
-    def __init__(self, costs: Costs, setting: Setting, pool: Pool) -> None:
+    def __init__(self, costs: Costs, setting: Setting, pool: Pool, seed: int = 1) -> None:
         self.now = 0.0
         self._costs = costs
         self._setting = setting
         self._pool = pool
-        self._servers = [Server(setting.max_groups, costs.contention) for _ in range(setting.servers)]
+        self._chance = random.Random(seed)
+        self._servers = [
+            Server(setting.max_groups, setting.decoded, costs.contention, self._pace)
+            for _ in range(setting.servers)
+        ]
         # Of servers by number, each entry with the count of changes that it is of; others are void.
         self._ends: list[tuple[float, int, int]] = []
         self._rooms = [(0, number, 0) for number in range(setting.servers)]
         self._loaded_at = NEVER
+        self._generated_at = 0.0
+        """When the servers go on after the newest load."""
         self._loading = 0
         self._delivered = 0
         self.ages: list[int] = []
@@ -250,10 +287,11 @@ class Simulation:
             idle += self.now - asked
             self.ages += [index - group.started for group in batch]
             self.worked += [group.work for group in batch]
-            self._pass(self._costs.train * len(batch))
+            self._pass(self._costs.train * len(batch) + self._costs.step)
             self._settle()
             self._pass(self._costs.send)
-            self._loading, self._loaded_at = index + 1, self.now + self._costs.load
+            self._loading = index + 1
+            self._loaded_at = self.now + self._chance.choice(self._costs.load)
         seconds = max(self.now - began, 1e-12)
         ages, worked, generated = self.ages[skipped:], self.worked[skipped_work:], self.generated
         generated = generated[skipped_generated:] or generated
@@ -267,6 +305,9 @@ class Simulation:
             evicted=(self._pool.evicted() - evicted) / max(1.0, self._delivered - delivered),
             work_trained=(sum(worked) / len(worked)) / (sum(generated) / len(generated)),
         )
+
+    def _pace(self) -> float:
+        return self._chance.choice(self._costs.pace)
 
     def _empty(self) -> float:
         for server in self._servers:
@@ -292,10 +333,11 @@ class Simulation:
         self.now = until
 
     def _settle(self) -> None:
-        """Wait until the servers have the version before."""
+        """Wait until the servers generate with the version before."""
         while self._loaded_at != NEVER:
             self._step(NEVER)
             self._fill()
+        self._pass(max(0.0, self._generated_at - self.now))
 
     def _next(self) -> float:
         return min(self._loaded_at, self._first(self._ends, NEVER)[0])
@@ -310,8 +352,8 @@ class Simulation:
         """Of a server that is at this moment."""
         server = self._servers[number]
         server.changes += 1
-        heappush(self._rooms, (len(server.hand), number, server.changes))
-        if server.hand:
+        heappush(self._rooms, (server.held, number, server.changes))
+        if server.decoding:
             heappush(self._ends, (server.next_end(), number, server.changes))
 
     def _step(self, until: float) -> None:
@@ -319,10 +361,11 @@ class Simulation:
         ends, number = self._first(self._ends, NEVER)
         if self._loaded_at <= ends:
             self.now = min(until, self._loaded_at)
+            self._generated_at = self.now + self._costs.pause
             for each, server in enumerate(self._servers):
                 server.advance(self.now)
                 server.version = self._loading
-                server.paused_until = self.now + self._costs.pause
+                server.paused_until = self._generated_at
                 self._changed(each)
             self._pool.published(self._loading)
             self._loaded_at = NEVER
@@ -352,4 +395,4 @@ class Simulation:
 def simulate(costs: Costs, setting: Setting, steps: int = 120, warm_up: int = 20, seed: int = 1) -> Outcome:
     """What a setting comes to."""
     pool = RulePool(setting.rules, setting.capacity, costs.work, seed)
-    return Simulation(costs, setting, pool).run(steps, warm_up)
+    return Simulation(costs, setting, pool, seed).run(steps, warm_up)

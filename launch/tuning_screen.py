@@ -10,8 +10,9 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
-from launch import measuring, tuning
+from launch import calibration, measuring, tuning
 from launch.experiment import WholeExperiment
 from launch.history import History
 from launch.simulation import Costs, simulate
@@ -19,6 +20,10 @@ from launch.tuning import Trial
 
 DRAWS = 400
 """Of the assumed distribution of a group's seconds."""
+CHANGES_LEARNING = (
+    "A larger batch makes fewer versions of the same samples, which changes how the policy learns; nothing "
+    "here says how well. What is recommended is throughput at that age, and no more."
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +45,7 @@ class Assumed:
         draws = [chance.lognormvariate(-(self.spread**2) / 2, self.spread) for _ in range(DRAWS)]
         mean = math.fsum(draws) / DRAWS
         work = tuple(self.generate * draw / mean for draw in draws) if self.spread else (self.generate,)
-        return Costs(work, self.contention, self.train / size, self.publish, self.pause, self.pause)
+        return Costs(work, self.contention, self.train / size, self.publish, (0.0,), self.pause)
 
 
 def tune(
@@ -67,48 +72,64 @@ def tune(
         ValueError: No run, too short a run, or nothing in the grid that a buffer accepts.
     """
     own, rollout = experiment.buffer, experiment.rollout
+    costs, comparison = _costs(experiment, run_dir, assumed, console)
+    around = tuning.grid(own, rollout.servers)
+    tried = [
+        list(given) or default for given, default in zip((servers, staleness, sizes), around, strict=True)
+    ]
+    trials = tuning.try_all(costs, own, rollout, *tried)
+    if not trials:
+        raise ValueError(f"policy={own.policy}, max_uses={own.max_uses}: no setting of the grid is accepted")
+    best, why = tuning.recommend(trials, own.groups_per_batch)
+    kept = [t for t in trials if t.groups_per_batch == own.groups_per_batch]
+    of_own = tuning.recommend(kept, own.groups_per_batch)[0] if kept else None
+    console.print(_table(trials, rollout.group_size, best))
+    console.print(_recommended(best, why, of_own, rollout.group_size))
+    if len({t.groups_per_batch for t in trials}) > 1:
+        console.print(CHANGES_LEARNING)
+    folder = run_dir / "tuning"
+    folder.mkdir(parents=True, exist_ok=True)
+    told = {
+        "costs": {
+            key: _quantiles(value) if isinstance(value, tuple) else value
+            for key, value in dataclasses.asdict(costs).items()
+        },
+        "own_setting": [
+            dict(zip(("name", "measured", "predicted"), entry, strict=True)) for entry in comparison
+        ],
+        "trials": [tuning.row(trial, rollout.group_size) for trial in trials],
+        "recommended": tuning.row(best, rollout.group_size) | {"why": why},
+        "recommended_at_own_batch": of_own and tuning.row(of_own, rollout.group_size),
+    }
+    (folder / "tuning.json").write_text(json.dumps(told, indent=2) + "\n")
+    draw(trials, rollout.group_size, best, folder / "tuning.png")
+    console.print(f"written: {folder}/tuning.json, {folder}/tuning.png")
+    return folder
+
+
+def _costs(
+    experiment: WholeExperiment, run_dir: Path, assumed: Assumed | None, console: Console
+) -> tuple[Costs, list[tuple[str, float, float]]]:
+    """Found or assumed, and what they make of the run's own setting beside what it came to."""
+    own, rollout = experiment.buffer, experiment.rollout
+    decoded = tuning.decoded_groups(rollout)
     history = History(run_dir)
     history.refresh()
     ran = assumed is None and (bool(history.steps) or not measuring.is_measured(run_dir))
     if assumed is not None:
         costs = assumed.costs(own.groups_per_batch)
+    elif ran:
+        costs = calibration.calibrate(history, decoded)
     else:
-        costs = tuning.calibrate(history) if ran else measuring.read_alone(run_dir).costs
-    console.print(_told(costs, untold=ran and tuning.fit_contention(history) is None))
-    comparison: list[tuple[str, float, float]] = []
-    mine = tuning.setting_of(
-        own, rollout.servers, rollout.max_groups, own.max_staleness, own.groups_per_batch
-    )
-    if ran and mine is not None:
-        made = simulate(costs, mine, tuning.STEPS, tuning.WARM_UP)
-        comparison = tuning.beside(tuning.measured(history), made, rollout.group_size)
-        console.print(_beside(comparison))
-    around = tuning.grid(own, rollout.servers)
-    tried = [
-        list(given) or default for given, default in zip((servers, staleness, sizes), around, strict=True)
-    ]
-    trials = tuning.try_all(costs, own, rollout.max_groups, *tried)
-    if not trials:
-        raise ValueError(f"policy={own.policy}, max_uses={own.max_uses}: no setting of the grid is accepted")
-    size = own.groups_per_batch if own.groups_per_batch in tried[2] else tried[2][0]
-    best, why = tuning.recommend(trials, size)
-    rows = [tuning.row(trial, rollout.group_size) for trial in trials]
-    console.print(_table(trials, rows, best))
-    console.print(f"recommended: {_name(best)}\n  {why}")
-    folder = run_dir / "tuning"
-    folder.mkdir(parents=True, exist_ok=True)
-    told = {
-        "costs": dataclasses.asdict(costs) | {"work": _quantiles(costs.work)},
-        "own_setting": [
-            dict(zip(("name", "measured", "predicted"), entry, strict=True)) for entry in comparison
-        ],
-        "trials": rows,
-        "recommended": tuning.row(best, rollout.group_size) | {"why": why},
-    }
-    (folder / "tuning.json").write_text(json.dumps(told, indent=2) + "\n")
-    draw(trials, rows, best, folder / "tuning.png")
-    console.print(f"written: {folder}/tuning.json, {folder}/tuning.png")
-    return folder
+        costs = measuring.read_alone(experiment, run_dir).costs
+    console.print(_told(costs, untold=ran and calibration.fit_contention(history, decoded) is None))
+    mine = tuning.setting_of(own, rollout, rollout.servers, own.max_staleness, own.groups_per_batch)
+    if not ran or mine is None:
+        return costs, []
+    made = simulate(costs, mine, tuning.STEPS, tuning.WARM_UP)
+    comparison = tuning.beside(tuning.measured(history), made, rollout.group_size)
+    console.print(_beside(comparison))
+    return costs, comparison
 
 
 def _name(trial: Trial) -> str:
@@ -137,8 +158,9 @@ def _told(costs: Costs, untold: bool) -> str:
     return (
         f"a group alone takes {of['mean']:.2f} s (median {of['p50']:.2f}, 90 % below {of['p90']:.2f}, "
         f"at most {of['max']:.2f}), contention {costs.contention:.2f}{assumed}; "
-        f"training {costs.train:.2f} s a group; "
-        f"a version {costs.send:.2f} s to send, {costs.load:.2f} to load, {costs.pause:.2f} of pause"
+        f"training {costs.train:.2f} s a group and {costs.step:.2f} a batch; "
+        f"a version {costs.send:.2f} s to send, {math.fsum(costs.load) / len(costs.load):.2f} until servers "
+        f"load it, {costs.pause:.2f} of pause"
     )
 
 
@@ -152,44 +174,76 @@ def _beside(comparison: Sequence[tuple[str, float, float]]) -> Table:
     return table
 
 
-def _table(trials: Sequence[Trial], rows: Sequence[dict[str, float]], best: Trial) -> Table:
-    table = Table(title="predicted", title_justify="left")
-    given = ("batch", "servers", "bound")
-    # As wide as these are, 80 columns are just enough.
-    for name in (*given, "samples/s", "learner\nidle", "places\nidle", "staleness", "evicted"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for trial, row in zip(trials, rows, strict=True):
-        table.add_row(
-            *(str(trial.groups_per_batch), str(trial.servers), str(trial.max_staleness)),
-            *(f"{row['samples_per_second']:.2f}", f"{row['learner_idle']:.0%}", f"{row['server_idle']:.0%}"),
-            f"{row['staleness_mean']:.1f} / {row['staleness_max']}",
-            f"{row['evicted']:.1%}",
-            style="bold green" if trial == best else None,
-        )
+def _table(trials: Sequence[Trial], group_size: int, best: Trial) -> Table:
+    """A line for each batch size and number of servers, a column for each bound."""
+    table = Table(title="predicted samples/s, and mean staleness, by max_staleness", title_justify="left")
+    bounds = sorted({trial.max_staleness for trial in trials})
+    for name in ("batch", "servers", *(f"bound {bound}" for bound in bounds)):
+        table.add_column(name, justify="right")
+    found = {(t.groups_per_batch, t.servers, t.max_staleness): t for t in trials}
+    for size, servers in sorted({(t.groups_per_batch, t.servers) for t in trials}):
+        of = [found.get((size, servers, bound)) for bound in bounds]
+        cells = [
+            "–" if t is None else Text(_rate_and_age(t, group_size), style="bold green" if t == best else "")
+            for t in of
+        ]
+        table.add_row(str(size), str(servers), *cells)
     return table
 
 
-def draw(trials: Sequence[Trial], rows: Sequence[dict[str, float]], best: Trial, path: Path) -> None:
-    """Samples a second over max_staleness, a line for each number of servers, a panel for each batch size."""
+def _rate_and_age(trial: Trial, group_size: int) -> str:
+    rate = trial.outcome.groups_per_second * group_size
+    digits = max(0, 2 - int(math.log10(max(rate, 1.0))))
+    return f"{rate:.{digits}f} ({trial.outcome.staleness_mean:.1f})"
+
+
+def _recommended(best: Trial, why: str, of_own: Trial | None, group_size: int) -> str:
+    told = f"recommended: {_name(best)}\n  {_comes_to(best, group_size)}\n  {why}"
+    if of_own is None or of_own == best:
+        return told
+    slower = 1 - of_own.outcome.groups_per_second / best.outcome.groups_per_second
+    return (
+        f"{told}\nwith the file's own batch: {_name(of_own)}\n"
+        f"  {_comes_to(of_own, group_size)}; {slower:.0%} slower"
+    )
+
+
+def _comes_to(trial: Trial, group_size: int) -> str:
+    made = trial.outcome
+    return (
+        f"{made.groups_per_second * group_size:.2f} samples/s, "
+        f"{made.groups_per_second / trial.groups_per_batch:.3g} versions/s, "
+        f"staleness {made.staleness_mean:.1f} in the mean and {made.staleness_max} at most; "
+        f"places idle {made.server_idle:.0%}, evicted {made.evicted:.1%}"
+    )
+
+
+def draw(trials: Sequence[Trial], group_size: int, best: Trial, path: Path) -> None:
+    """Samples a second and mean staleness over max_staleness: a line for each number of servers, a column of
+    panels for each batch size."""
     from launch.plots import RED, STYLE, plt
 
     sizes = sorted({trial.groups_per_batch for trial in trials})
+    rows = [(trial, tuning.row(trial, group_size)) for trial in trials]
     with plt.rc_context(STYLE):
         figure, panels = plt.subplots(
-            1, len(sizes), sharey=True, squeeze=False, layout="constrained", figsize=(4.2 * len(sizes), 4.6)
+            *(2, len(sizes)), sharey="row", squeeze=False, layout="constrained", figsize=(4.2 * len(sizes), 7)
         )
+        for line, key in zip(panels, ("samples_per_second", "staleness_mean"), strict=True):
+            for axes, size in zip(line, sizes, strict=True):
+                of = [(t, r[key]) for t, r in rows if t.groups_per_batch == size]
+                for servers in sorted({t.servers for t, _ in of}):
+                    points = sorted((t.max_staleness, y) for t, y in of if t.servers == servers)
+                    axes.plot(*zip(*points, strict=True), "o-", label=f"{servers} servers")
+                for y in (y for t, y in of if t == best):
+                    axes.plot(best.max_staleness, y, "o", color=RED, markersize=14, fillstyle="none")
         for axes, size in zip(panels[0], sizes, strict=True):
-            of = [(t, r) for t, r in zip(trials, rows, strict=True) if t.groups_per_batch == size]
-            for servers in sorted({t.servers for t, _ in of}):
-                line = [(t.max_staleness, r["samples_per_second"]) for t, r in of if t.servers == servers]
-                axes.plot(*zip(*sorted(line), strict=True), "o-", label=f"{servers} servers")
-            if best.groups_per_batch == size:
-                rate = next(r["samples_per_second"] for t, r in of if t == best)
-                axes.plot(best.max_staleness, rate, "o", color=RED, markersize=14, fillstyle="none")
             axes.set_title(f"{size} groups a batch")
+        for axes in panels[1]:
             axes.set_xlabel("max_staleness")
-        panels[0][0].set_ylabel("samples per second")
-        panels[0][0].set_ylim(bottom=0)
+        for line, name in zip(panels, ("samples per second", "mean staleness"), strict=True):
+            line[0].set_ylabel(name)
+            line[0].set_ylim(bottom=0)
         panels[0][-1].legend(loc="lower right")
         figure.savefig(path)
         plt.close(figure)

@@ -104,5 +104,6 @@ def sync_row(published: PublishReport | None) -> dict[str, Any]:
         "sync/bytes": published.size_bytes,
         "sync/transfer_seconds": published.transfer_seconds,
         "sync/load_seconds": published.load_seconds,
+        "sync/arrival_seconds": published.arrival_seconds,
         "sync/pause_seconds": published.pause_seconds,
     }

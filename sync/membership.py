@@ -36,6 +36,8 @@ class Member:
     phase: Phase = "idle"
     failed_transfers: int = 0
     loaded: Loaded | None = None
+    loaded_at: float = 0.0
+    """When it said so."""
     failure: str = ""
 
 
@@ -125,6 +127,7 @@ class Membership:
         """The member generates with a version now, even if the attempt was aborted meanwhile."""
         if member.attempt == message.attempt:
             member.phase, member.version, member.loaded = "loaded", message.version, message
+            member.loaded_at = member.heard_at
             member.failed_transfers = 0
 
     def failed(self, member: Member, message: Failed) -> str | None:

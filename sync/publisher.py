@@ -75,6 +75,7 @@ class Publisher:
         self._seated: list[bytes] = []
         self._threads: list[threading.Thread] = []
         self._report = PublishReport(-1)
+        self._sent_at = 0.0
         self._expected_checksum: int | None = None
 
     def start(self) -> None:
@@ -190,6 +191,7 @@ class Publisher:
                 report.members = sorted([*report.members, member.name])
                 report.load_seconds = max(report.load_seconds, loaded.load_seconds)
                 report.pause_seconds = max(report.pause_seconds, loaded.pause_seconds)
+                report.arrival_seconds = max(report.arrival_seconds, member.loaded_at - self._sent_at)
         self._attempt += 1  # settled once; late answers are stale
 
     def _assemble(self, version: int, manifest: Manifest) -> BroadcastGroup | None:
@@ -314,7 +316,8 @@ class Publisher:
                 self._abort("the learner failed")
         self._expected_checksum = combine(sender.sums)
         report.size_bytes = manifest.stream_bytes
-        report.transfer_seconds = time.monotonic() - started
+        self._sent_at = time.monotonic()
+        report.transfer_seconds = self._sent_at - started
 
     def _abort(self, reason: str, blame: bool = True) -> None:
         """Give an attempt up: everybody drops it, and who does not say so in time was the one that hung.

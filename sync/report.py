@@ -17,5 +17,8 @@ class PublishReport:
     """From the first bucket to the last one sent: how long the learner was held."""
     load_seconds: float = 0.0
     """Slowest member's, from staged to generating again."""
+    arrival_seconds: float = 0.0
+    """From the last bucket sent until the slowest member said that it generates with the version: what is
+    left of staging, preparing included, and its load."""
     pause_seconds: float = 0.0
     """Longest time that a server did not generate because of this publish."""

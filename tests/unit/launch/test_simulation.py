@@ -20,10 +20,12 @@ SKEWED = tuple(chance.lognormvariate(2, 0.8) for _ in range(400))
 
 def outcome(work=(10.0,), staleness=1, size=4, train=1.0, groups=4, servers=1, steps=60, **costs):
     rules = costs.pop("rules", None) or Rules(size, staleness)
+    decoded = costs.pop("decoded", groups)
     given = {"contention": 0.0, "send": 0.0, "load": 0.0, "pause": 0.0, **costs}
-    return simulate(
-        Costs(work=tuple(work), train=train, **given), Setting(servers, groups, rules, 10**6), steps
-    )
+    if not isinstance(given["load"], tuple):
+        given["load"] = (given["load"],)
+    setting = Setting(servers, groups, decoded, rules, 10**6)
+    return simulate(Costs(work=tuple(work), train=train, **given), setting, steps)
 
 
 def test_synchronous_steps_take_generation_and_training_one_after_the_other():
@@ -61,6 +63,129 @@ def test_servers_stand_still_while_they_are_paused():
 def test_a_version_is_sent_when_the_one_before_is_loaded():
     made = outcome(work=(0.5,), staleness=4, groups=20, train=0.1, send=0.5, load=3.0)
     assert made.groups_per_second == pytest.approx(4 / (3.0 + 0.5), rel=0.02)
+
+
+def waves(load, **costs):
+    """Two groups of 4 s at a time, two such waves a batch: batch i is done at 8 (i + 1), of waves that began
+    at 8 i and 8 i + 4. Training takes 3 s and sending 0.5, so version i + 1 is there at 8 (i + 1) + 3.5 +
+    load: 0.5 s less the load before the second wave of batch i + 1 begins."""
+    costs = {"work": (4.0,), "groups": 2, **costs}
+    return outcome(staleness=4, train=0.75, send=0.5, load=load, **costs)
+
+
+def test_a_group_is_of_the_version_that_was_loaded_when_it_began():
+    assert waves(load=0.25).staleness_mean == 0.5, "the second wave is on policy, the first one behind"
+    assert waves(load=1.0).staleness_mean == 1, "the version comes when the second wave has begun"
+    assert waves(load=0.25).groups_per_second == waves(load=1.0).groups_per_second == 0.5
+
+
+def test_of_loads_that_differ_each_version_draws_one():
+    mixed = waves(load=(0.25, 1.0), steps=400)
+    assert mixed.staleness_mean == pytest.approx(0.75, abs=0.05)
+    assert mixed.staleness_max == 1
+
+
+def test_a_group_that_waits_for_the_engine_is_of_the_version_at_its_first_token():
+    """Twice as many leases, none of which begins any earlier."""
+    queued = waves(load=0.25, groups=4, decoded=2)
+    assert queued.staleness_mean == 0.5, "counted from the lease it would be 1"
+    assert queued.groups_per_second == 0.5
+    assert queued.server_idle == 0
+
+
+def test_groups_of_one_length_stay_abreast_at_any_pace():
+    """A wave takes 3.6 or 4.4 s, the first of a batch never less than the 3.5 until the version is there."""
+    paced = waves(load=0.0, pace=(0.9, 1.1), steps=400)
+    assert paced.staleness_mean == 0.5
+    assert paced.groups_per_second == pytest.approx(0.5, rel=0.01)
+    scattered = waves(load=0.0, work=(3.6, 4.4), steps=400)
+    assert scattered.staleness_mean > 0.6, "each on its own, they begin at any moment"
+
+
+def test_what_a_batch_costs_at_any_size_is_halved_by_one_of_twice_the_size():
+    for size, seconds in ((4, 4 * 0.5 + 2), (8, 8 * 0.5 + 2)):
+        made = outcome(work=(0.5,), size=size, groups=20, train=0.5, step=2.0)
+        assert made.groups_per_second == pytest.approx(size / seconds, rel=0.01)
+
+
+class Ticks:
+    """The same pipeline a second at a time, every group looked at in each: slow, and nothing to get wrong.
+    Durations are whole seconds; what happens in one happens in the simulation's order."""
+
+    def __init__(self, costs: Costs, setting: Setting, pool: RulePool) -> None:
+        self.costs, self.setting, self.pool = costs, setting, pool
+        self.hands: list[list[Work]] = [[] for _ in range(setting.servers)]
+        self.left: dict[int, float] = {}
+        self.version = self.index = self.now = 0
+        self.paused = self.loads_at = -1
+        self.does, self.until = "waits", 0
+        self.ages: list[int] = []
+
+    def run(self, batches: int) -> list[int]:
+        self.pool.published(0)
+        self.look()
+        while self.index < batches:
+            self.now += 1
+            if self.now > self.paused:
+                for group in (g for hand in self.hands for g in hand if g.started >= 0):
+                    self.left[group.lease] -= 1
+            if self.now == self.loads_at:
+                self.version, self.loads_at, self.paused = self.sent, -1, self.now + self.costs.pause
+                self.pool.published(self.version)
+                self.look()
+            for hand in self.hands:
+                while done := [g for g in hand if self.left.get(g.lease) == 0]:
+                    hand.remove(done[0])
+                    self.pool.deliver(done[0])
+                    self.look()
+            self.learn()
+        return self.ages[: batches * self.setting.rules.groups_per_batch]
+
+    def look(self) -> None:
+        """Places are filled, waiting groups begin, and the learner asks."""
+        self.fill()
+        if self.does == "waits" and (batch := self.pool.batch(self.index)) is not None:
+            self.ages += [self.index - group.started for group in batch]
+            self.does, self.until = "trains", self.now + self.costs.train * len(batch) + self.costs.step
+            self.fill()
+
+    def fill(self) -> None:
+        while True:
+            self.begin()
+            hand = min(self.hands, key=len)
+            if len(hand) == self.setting.max_groups or not (leases := self.pool.lease(1)):
+                return
+            hand += leases
+
+    def begin(self) -> None:
+        for group in (g for hand in self.hands for g in hand[: self.setting.decoded] if g.started < 0):
+            group.started, self.left[group.lease] = self.version, group.work
+
+    def learn(self) -> None:
+        if self.does == "trains" and self.now >= self.until:
+            self.does = "settles"
+        if self.does == "settles" and self.loads_at < 0 and self.now >= self.paused:
+            self.does, self.until = "sends", self.now + self.costs.send
+        if self.does == "sends" and self.now == self.until:
+            self.index, self.does = self.index + 1, "waits"
+            self.sent, self.loads_at = self.index, self.now + self.costs.load[0]
+            self.look()
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_every_group_is_as_old_as_when_each_second_is_gone_through(seed):
+    chance = random.Random(seed)
+    costs = Costs(
+        work=tuple(float(chance.randint(3, 12)) for _ in range(5)), contention=0.0,
+        train=chance.randint(1, 3), send=chance.randint(1, 2), load=(chance.randint(1, 6),),
+        pause=chance.randint(0, 3), step=chance.randint(0, 3),
+    )  # fmt: skip
+    rules = Rules(chance.randint(2, 6), chance.randint(0, 4))
+    setting = Setting(chance.randint(1, 3), chance.randint(2, 6), chance.randint(1, 4), rules, 10**6)
+    fast, slow = (RulePool(rules, 10**6, costs.work, seed) for _ in range(2))
+    made = Simulation(costs, setting, fast)
+    made.run(steps=40, warm_up=0)
+    assert made.ages == Ticks(costs, setting, slow).run(40)
 
 
 class StorePool:
@@ -130,8 +255,10 @@ class StorePool:
 def test_under_skewed_durations_the_real_store_evicts_nothing_and_prefers_no_length(rules, servers):
     """`freshest`, which waits for nobody, shows what the others are spared."""
     config = BufferConfig(groups_per_batch=4, max_staleness=2, **rules)
-    costs = Costs(SKEWED, contention=0.2, train=0.5, send=0.3, load=0.4, pause=0.1)
-    setting = Setting(servers, 12, config.rules, config.capacity)
+    costs = Costs(
+        SKEWED, contention=0.2, train=0.5, send=0.3, load=(0.2, 0.6), pause=0.1, step=0.1, pace=(0.9, 1.1)
+    )
+    setting = Setting(servers, 12, 9, config.rules, config.capacity)
     real = Simulation(costs, setting, StorePool(config, SKEWED))
     made = real.run(steps=80, warm_up=10)
     assert made.staleness_max <= 2

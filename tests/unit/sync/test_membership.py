@@ -32,6 +32,15 @@ def test_a_member_lacks_a_version_until_it_says_otherwise_and_not_while_it_gets_
     assert len(members.lacking(2)) == 2
 
 
+def test_when_a_member_said_that_it_loaded_stays_told_while_more_is_heard_of_it():
+    members = joined("a")
+    a = member(members, "a")
+    a.heard_at = 7.0
+    load(members, "a", 1, 1)
+    a.heard_at = 9.0
+    assert a.loaded_at == 7.0
+
+
 def test_rejoining_forgets_what_the_member_held_and_replaces_its_former_self():
     members = joined("a")
     load(members, "a", 1, 7)
