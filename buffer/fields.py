@@ -4,6 +4,8 @@ Each check returns the value as its type or raises `BadMessage` naming the field
 """
 
 import math
+from collections.abc import Iterable
+from itertools import chain
 from typing import Any, cast
 
 import msgpack
@@ -13,6 +15,11 @@ from buffer.errors import BadMessage
 MAX_INT = 2**31 - 1
 MAX_TEXT = 512
 MAX_ITEMS = 1 << 16
+MAX_LEVELS = 100
+"""Of lists and mappings in each other. msgpack reads a thousand, which nothing that recurses could then show,
+copy or write: far fewer than Python's own limit, and more than anybody's rows have."""
+
+_NESTING = (list, dict)
 
 
 def is_count(value: object) -> bool:
@@ -111,4 +118,16 @@ def unpack(frame: bytes | bytearray | memoryview, where: str, longest: int | Non
         value: Any = msgpack.unpackb(frame)
     except (ValueError, TypeError, OverflowError, msgpack.UnpackException) as error:
         raise BadMessage(f"{where}: not msgpack: {str(error) or type(error).__name__}") from None
+    _check_levels(value, where)
     return mapping({where: value}, where)
+
+
+def _check_levels(value: Any, where: str) -> None:
+    level: Iterable[Any] = [value]
+    for _ in range(MAX_LEVELS + 1):
+        # By exact types, ten times as fast as `isinstance` of either: a group has hundreds of values.
+        inside = [each if type(each) is list else each.values() for each in level if type(each) in _NESTING]
+        if not inside:
+            return
+        level = chain.from_iterable(inside)
+    raise BadMessage(f"{where}: more than {MAX_LEVELS} lists and mappings in each other")

@@ -220,6 +220,13 @@ def decode(raw: bytes) -> Message:
         value = cast(object, msgpack.unpackb(raw, strict_map_key=True))  # pyright: ignore
     except (ValueError, msgpack.UnpackException) as error:
         raise WireError(f"message: not msgpack: {error}") from None
+    try:
+        return _message(value)
+    except RecursionError:  # as an error that shows it would have to
+        raise WireError("message: nested too deeply") from None
+
+
+def _message(value: object) -> Message:
     if not isinstance(value, dict):
         raise WireError(f"message: expected a map, found {type(value).__name__}")
     values = cast(dict[object, object], value)

@@ -189,7 +189,8 @@ def _task(header: dict[str, Any], frames: Sequence[Frame], served: Served) -> Ta
     numbers = {key: integer(header, key) for key in verb.numbers}
     if numbers.get("copy", 0) >= numbers.get("copies", 1):
         raise BadMessage(f"copy: expected one below copies, {numbers['copies']}, got {numbers['copy']}")
-    return Task(name, tuple(works), numbers, text(header, "session", 64) if header.get("session") else "")
+    session = "" if header.get("session", "") == "" else text(header, "session", 64)
+    return Task(name, tuple(works), numbers, session)
 
 
 def encode_answer(kind: Kind, request_id: str, answer: Answer) -> list[Frame]:

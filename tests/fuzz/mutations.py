@@ -74,6 +74,8 @@ def _mutate(draw: Any, node: Any, values: Any) -> Any:
     return node
 
 
+NESTED = "lists in each other, as many as msgpack reads"
+"""For `packed`, which puts them in its place: nothing that recurses in Python could build them."""
 OF_EACH_KIND: list[Any] = [
     *(
         None,
@@ -94,7 +96,7 @@ OF_EACH_KIND: list[Any] = [
         "x",
         b"x",
     ),
-    *("x" * 600, [], ["x"], [0], [None], {}, {"x": 0}, {b"x": 0}),
+    *("x" * 600, [], ["x"], [0], [None], {}, {"x": 0}, {b"x": 0}, NESTED),
 ]
 """Each is a fault to some checks, and good to others."""
 
@@ -171,7 +173,8 @@ def damaged(draw: Any, good: bytes) -> bytes:
 
 def packed(tree: Any) -> bytes:
     """msgpack of anything: what it has no word for as text."""
-    return msgpack.packb(_packable(tree), unicode_errors="surrogatepass")
+    raw = msgpack.packb(_packable(tree), unicode_errors="surrogatepass")
+    return raw.replace(msgpack.packb(NESTED), b"\x91" * 1015 + b"\xc0")
 
 
 def _packable(value: Any) -> Any:

@@ -50,7 +50,7 @@ def rubbish(rng: random.Random, good: list[dict], frames: list[bytes]) -> list[b
     for _ in range(rng.choice([0, 0, 1, 3])):
         raw[rng.randrange(len(raw))] = rng.randrange(256)
     first = rng.choice(
-        [bytes(raw)] * 6 + [b"", b"\x91" * 2000, rng.randbytes(50), bytes(raw[: len(raw) // 2])]
+        [bytes(raw)] * 6 + [b"", b"\x91" * 1015 + b"\xc0", rng.randbytes(50), bytes(raw[: len(raw) // 2])]
     )
     more = [bytes(rng.choice([*frames, b"", rng.randbytes(40)])) for _ in range(rng.choice([0, 0, 1, 2, 5]))]
     return [first, *more]

@@ -1,7 +1,5 @@
 """Whatever comes over a wire is read, or refused with its reader's documented error, in little memory."""
 
-from dataclasses import replace
-
 import msgpack
 import numpy as np
 import pytest
@@ -9,14 +7,21 @@ from counting import fuzzed, within
 from hypothesis import strategies as st
 from mutations import cell_faults, damaged, faults, messages, mutated, packed, trees
 from seeds import (
+    APART,
+    APART_TREES,
     ARRAYS,
     CONTROL_TREES,
     FIELDS,
+    IDS,
     KIB,
+    LIMITS,
     MANIFEST,
     META,
     META_TREE,
     REQUESTS,
+    SCORER,
+    SERVED,
+    TASKS,
     a_count,
     a_number,
     a_text,
@@ -26,7 +31,6 @@ from seeds import (
 from buffer import groups, wire
 from buffer.errors import BadMessage, Refusal
 from learner.apart import wire as apart_wire
-from learner.apart.work import Limits, Work
 from rollout.scorer import wire as scorer_wire
 from sync import wire as sync_wire
 from sync.manifest import ITEM_BYTES, Manifest
@@ -165,7 +169,11 @@ def a_trajectory(t):
     assert all(isinstance(key, str) for key in t.metadata)
 
 
-@fuzzed(150, messages(*CONTROL_TREES))
+@fuzzed(
+    150,
+    messages(*CONTROL_TREES),
+    faults=[(packed(tree),) for message in CONTROL_TREES for tree in faults(message)],
+)
 def test_control_messages(raw):
     with within(KIB):
         try:
@@ -215,19 +223,6 @@ def test_manifests(value):
     assert manifest.to_wire() == {key: value[key] for key in ("bucket_bytes", "tensors")}
 
 
-SCORER = [
-    msgpack.unpackb(scorer_wire.encode_request(scorer_wire.Request("id", "run", "helpful", "name", work))[0])
-    for work in (
-        None,
-        scorer_wire.Ids("print", np.array([1, 2], np.int32)),
-        scorer_wire.Words("prompt", "completion", ended=True),
-    )
-]
-
-
-IDS = [np.array([1, 2], "<i4").tobytes()]
-
-
 @fuzzed(
     100,
     messages(*SCORER),
@@ -266,30 +261,6 @@ def test_scorer_requests(raw, frames):
             assert not frames
 
 
-LIMITS = Limits(16, 9)
-SERVED = [
-    apart_wire.Served(kind, "run", "weights", LIMITS) for kind in (apart_wire.REFERENCE, apart_wire.VALUE)
-]
-PART = Work(
-    ((2, 1, 2), (1, 1)),
-    np.arange(7, dtype=np.int32),
-    np.array([1, 1, 5], np.int32),
-    np.array([2, 3, 6], np.int32),
-    0.7,
-)
-KNOWN = tuple(np.array(values, np.float32) for values in ((0.5, 1, 2), (-1, 0, 1)))
-UPDATE = dict.fromkeys(("number", "index", "copy", "tokens"), 0) | {"copies": 2}
-TASKS = [
-    (0, apart_wire.Task("hello")),
-    (0, apart_wire.Task("logprobs", (PART,))),
-    (1, apart_wire.Task("train", (replace(PART, known=KNOWN),) * 2, UPDATE, "session")),
-    (1, apart_wire.Task("save", numbers={"number": 3, "step": 1, "attempt": 7}, session="session")),
-]
-APART = [
-    apart_wire.encode_request(SERVED[kind].kind, apart_wire.Request("id", "run", "weights", "name", task))
-    for kind, task in TASKS
-]
-APART_TREES = [msgpack.unpackb(bytes(frames[0])) for frames in APART]
 apart_frames = st.one_of(
     *(st.just(frames[1:]) for frames in APART),
     *(st.tuples(*(damaged(bytes(frame)) for frame in frames[1:])) for frames in APART[1:3]),
@@ -334,6 +305,7 @@ def test_requests_to_models_on_ranks_of_their_own(raw, frames, served):
     a_text(request.request_id, 64)
     a_text(request.name)
     task, verb = request.task, served.kind.verbs[request.task.verb]
+    assert task.session == msgpack.unpackb(raw).get("session", "")
     assert task.session == "" or a_text(task.session, 64)
     assert task.numbers.keys() == set(verb.numbers)
     for number in task.numbers.values():

@@ -9,12 +9,33 @@ import pytest
 from counting import fuzzed, within
 from hypothesis import strategies as st
 from mutations import cell_faults, faults, messages, packed
-from seeds import ARRAYS, KIB, META, META_TREE, a_count, a_number, a_text, made_group, of_schema
+from seeds import (
+    APART_ENVELOPE,
+    APART_REPLIES,
+    ARRAYS,
+    FOUND,
+    GROUP,
+    KIB,
+    META,
+    META_TREE,
+    REFUSED,
+    REPLIES,
+    SCORE,
+    SCORES,
+    UNDONE,
+    UNSCORED,
+    VALUES,
+    WELCOME,
+    a_count,
+    a_number,
+    a_text,
+    made_group,
+    of_schema,
+)
 
 from buffer import wire
 from buffer.client import BufferClient
-from buffer.errors import BadMessage, Refusal
-from buffer.records import GivenUp, Lease, Prompt
+from buffer.errors import Refusal
 from learner.apart import wire as apart_wire
 from learner.apart.client import ApartClient
 from learner.apart.work import Work
@@ -70,14 +91,6 @@ def answered(client, says, question):
     return found
 
 
-ANSWERS = {
-    "lease": wire.encode_leases([Lease("lease", Prompt("0/1", {"prompt": "p"}), "train", 2)] * 2),
-    "renew": {"lost": ["a"]},
-    "deliver": {"stored": True, "max_message_bytes": 1 << 20},
-    "give_up": wire.encode_given_up(GivenUp(1, 3, True)),
-    "status": {"status": {"over": False}},
-    "batch": {"ready": True, "index": 1, "groups": 1, "shares": {"tokens": 3}},
-}
 QUESTIONS = {
     "lease": lambda client: client.lease(2, 0.0),
     "renew": lambda client: client.renew(["a", "b"]),
@@ -86,9 +99,6 @@ QUESTIONS = {
     "status": lambda client: client.status(),
     "batch": lambda client: client.batch(1, 0, 1, 0.0),
 }
-REPLIES = {verb: {"schema": wire.SCHEMA, "id": "id", **fields} for verb, fields in ANSWERS.items()}
-REFUSED = {"schema": wire.SCHEMA, "id": "id", "refused": "bad_message", "text": "why"}
-GROUP = [META, bytes(ARRAYS)]
 
 
 def of_a_buffer(raw, verb, frames=()):
@@ -170,11 +180,6 @@ def test_batches_from_a_buffer_that_talks_nonsense(raw, frames):
     assert (again.index, again.shares, len(again.groups)) == (batch.index, batch.shares, len(batch.groups))
 
 
-SCORE, WELCOME, UNSCORED = SCORES = [
-    {"schema": scorer_wire.SCHEMA, "id": "id", "score": 1.5},
-    {"schema": scorer_wire.SCHEMA, "id": "id", "model": "m", "tokenizer": "t", "max_length": 8},
-    {"schema": scorer_wire.SCHEMA, "id": "id", "refused": "scoring_failed", "text": "why"},
-]
 WORDS = scorer_wire.Words("prompt", "completion", ended=True)
 
 
@@ -199,13 +204,6 @@ def test_scorer_replies(raw):
         assert a_count(welcome.max_length) >= 1
 
 
-ENVELOPE = apart_wire.VALUE.envelope
-FOUND, UNDONE = APART_REPLIES = [
-    msgpack.unpackb(ENVELOPE.reply("id", {"numbers": {"loss": 0.5}})),
-    msgpack.unpackb(ENVELOPE.refusal("id", BadMessage("why"))),
-]
-VALUES = np.array([0.5, math.nan], "<f4").tobytes()
-"""What is not finite is for the loss to refuse."""
 TARGETS = np.array([1, 2], np.int32)
 PASS = apart_wire.Task("values", (Work(((1, 2),), np.arange(3, dtype=np.int32), TARGETS, TARGETS, 1.0),))
 
@@ -222,7 +220,7 @@ PASS = apart_wire.Task("values", (Work(((1, 2),), np.arange(3, dtype=np.int32), 
     ],
 )
 def test_replies_of_models_on_ranks_of_their_own(raw, frames):
-    says = Says(ENVELOPE, raw, frames)
+    says = Says(APART_ENVELOPE, raw, frames)
     client = ApartClient(apart_wire.VALUE, NOBODY, "run", "weights", "name", 0.0)
     answer = answered(client, says, lambda client: client.ask(PASS))
     if answer is not None:
@@ -244,4 +242,5 @@ def test_what_is_good_is_read():
     assert answered(scorer, Says(scorer_wire.ENVELOPE, packed(SCORE)), lambda s: s.score(WORDS)) == 1.5
     assert answered(scorer, Says(scorer_wire.ENVELOPE, packed(WELCOME)), lambda s: s.hello(0.0)) is not None
     model = ApartClient(apart_wire.VALUE, NOBODY, "run", "weights", "name", 0.0)
-    assert answered(model, Says(ENVELOPE, packed(FOUND), [VALUES]), lambda m: m.of_targets(PASS)) is not None
+    values = Says(APART_ENVELOPE, packed(FOUND), [VALUES])
+    assert answered(model, values, lambda m: m.of_targets(PASS)) is not None
