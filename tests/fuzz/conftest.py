@@ -1,28 +1,43 @@
-"""Tells how many examples ran; FUZZ_RECORD names a file that keeps it."""
+"""Tells how many examples ran, in whichever of pytest's processes; FUZZ_RECORD names a file that keeps it."""
 
 import json
 import os
 import platform
 import time
+from collections import Counter
 from pathlib import Path
 
+import pytest
 from counting import COUNTS
 
 STARTED = time.monotonic()
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item):
+    before = COUNTS.copy()
+    try:
+        return (yield)
+    finally:
+        item.user_properties.append(("examples", dict(COUNTS - before)))
+
+
 def pytest_terminal_summary(terminalreporter):
-    if not COUNTS:
-        return
-    total = sum(COUNTS.values())
-    terminalreporter.write_line(f"fuzz: {total} examples of {len(COUNTS)} targets")
     wrong = [report for kind in ("failed", "error") for report in terminalreporter.stats.get(kind, [])]
+    ran = [report for report in [*terminalreporter.stats.get("passed", []), *wrong] if report.when == "call"]
+    counts = Counter()
+    for report in ran:
+        counts.update(dict(report.user_properties).get("examples", {}))
+    if not counts:
+        return
+    total = sum(counts.values())
+    terminalreporter.write_line(f"fuzz: {total} examples of {len(counts)} targets")
     if path := os.environ.get("FUZZ_RECORD"):
         record = {
             "examples": total,
             "findings": sorted(report.nodeid for report in wrong),
             "seconds": round(time.monotonic() - STARTED, 1),
-            "targets": dict(sorted(COUNTS.items())),
+            "targets": dict(sorted(counts.items())),
             "machine": f"{len(os.sched_getaffinity(0))} cores, {platform.machine()}, "
             f"Python {platform.python_version()}",
         }
