@@ -10,10 +10,11 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from learner.apart.wire import VALUE_METRICS
 from learner.checkpoint import ValueState
 from learner.config import ValueConfig
 from learner.layout import Layout
-from learner.losses import VALUE_METRICS, Denominators, Metrics, value_objective
+from learner.losses import Denominators, Metrics, value_objective
 from learner.metrics import ValueReport
 from learner.optimizer import Trainable, learning_rate, set_rates
 from learner.packing import MicroBatch, ValueBatch

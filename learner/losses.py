@@ -26,7 +26,6 @@ METRICS = (
 """They add up, but for those in `_max`, of which the largest counts."""
 PAIR_METRICS = tuple(dict.fromkeys((*METRICS, *PAIR_SUMS)))
 """Of online DPO."""
-VALUE_METRICS = ("loss", "clipped", "tokens")
 LARGEST_ERROR = 0.2
 """How far off its target, as a share of it, the adaptive coefficient takes the divergence to be at most."""
 

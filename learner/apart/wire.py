@@ -18,10 +18,11 @@ from buffer.errors import BadMessage, Refusal, WrongRun
 from buffer.fields import choice, integer, mapping, pack, text, unpack
 from buffer.groups import Frame
 from learner.apart.work import FLOAT, MAX_HEADER_BYTES, Limits, Work, decode_work, encode_work, frames_of
-from learner.losses import VALUE_METRICS
 
 SCHEMA = 2
 HELLO = "hello"
+VALUE_METRICS = ("loss", "clipped", "tokens")
+"""Sums of an update of the value model."""
 
 
 class OutOfStep(Refusal):

@@ -24,10 +24,10 @@ from buffer.errors import Refusal
 from learner import collectives, parallel
 from learner.apart.layouts import work_of
 from learner.apart.waiting import await_all, on_tensor_ranks
-from learner.apart.wire import VALUE, Answer
+from learner.apart.wire import VALUE, VALUE_METRICS, Answer
 from learner.config import ValueConfig
 from learner.line import Line
-from learner.losses import VALUE_METRICS, Denominators
+from learner.losses import Denominators
 from learner.metrics import ValueReport
 from learner.optimizer import learning_rate
 from learner.packing import MicroBatch
