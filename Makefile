@@ -30,17 +30,19 @@ demo: setup
 	$(BIN)/python -m launch.demo_model
 	$(BIN)/slipstream run configs/demo.yaml
 
-# Two files at a time: most of a test's time one process starts another and waits for it. In the order of their
-# names, so that the long ones under integration/ come first: by number of tests, as is the default, the longest
-# with the fewest would come last, alone.
+# Three files at a time on two cores: most of a test's time one process starts another and waits for it. In the
+# order of their names, so that the long ones under integration/ come first: by number of tests, as is the
+# default, the longest with the fewest would come last, alone.
+PYTEST := $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
+
 test: setup check
 	$(BIN)/python -m launch.demo_model
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not long" --durations=40 tests
+	$(PYTEST) -m "not long" --durations=40 tests
 
 # What `make test` leaves out.
 long: setup
 	$(BIN)/python -m launch.demo_model
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m long tests
+	$(PYTEST) -m long --durations=0 tests
 
 # The same examples every time; `make test` has a few in a hundred of them. Whichever core is free takes the next
 # test: they share nothing, and their counts come together in the record.

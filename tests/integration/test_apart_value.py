@@ -101,6 +101,7 @@ def undisturbed(model, tmp_path_factory, free_address):
     return learned(placed(tmp_path_factory.mktemp("undisturbed"), model, free_address()), 1)
 
 
+@pytest.mark.long
 def test_a_value_model_that_is_late_wrong_killed_or_hung_costs_time_only(
     undisturbed, model, tmp_path, address
 ):
@@ -217,6 +218,7 @@ def test_a_learner_that_is_killed_comes_back_to_the_value_model_of_its_checkpoin
 LONG = {"steps": 12, "checkpoint": {"every": 2, "export": True}}
 
 
+@pytest.mark.long
 def test_killed_at_any_moment_each_side_and_both_go_on_to_the_same_losses(model, tmp_path, free_address):
     """With -9, at moments that nobody chose: within steps, checkpoints, loads, and starts."""
     whole = learned(placed(tmp_path / "whole", model, free_address(), **LONG), 1)
@@ -252,6 +254,7 @@ def wait_for_rows(run: Run, rows: int, started: subprocess.Popen) -> None:
         time.sleep(0.02)
 
 
+@pytest.mark.long
 def test_a_learner_that_is_stopped_without_its_value_model_says_that_there_is_no_checkpoint(
     model, tmp_path, address
 ):
@@ -282,6 +285,7 @@ def test_a_learner_whose_value_model_never_comes_ends_and_says_why(model, tmp_pa
     assert f"value model at {address}: no answer to load within 4 s" in told
 
 
+@pytest.mark.long
 def test_a_checkpoint_goes_from_shared_ranks_to_own_ones_in_another_layout_and_back(
     here, model, tmp_path, free_address
 ):

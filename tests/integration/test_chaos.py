@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from hand_started import HOME, Processes, Services, assert_trained_once, services
 
-SECONDS = float(os.environ.get("CHAOS_SECONDS", "20"))
+SECONDS = float(os.environ.get("CHAOS_SECONDS", "60"))
 SEED = int(os.environ.get("CHAOS_SEED", "1"))
 RECORD = os.environ.get("CHAOS_RECORD")
 
@@ -76,6 +76,7 @@ class Chaos:
             self.kills[kind] += 1
 
 
+@pytest.mark.long
 def test_a_run_survives_whatever_is_killed(make_experiment, free_address):
     folder: Path = make_experiment(
         "chaos",

@@ -82,6 +82,7 @@ def test_a_run_whose_learner_is_killed_resumes_and_learns(experiment: Path):
     assert not others, "sampled by the version that is evaluated and by no other"
 
 
+@pytest.mark.long
 @pytest.mark.timeout(400)
 def test_a_finished_run_trains_on_when_it_is_given_more_steps(experiment: Path):
     assert len(rows(experiment)) == STEPS, "the test before finished it"
@@ -90,6 +91,7 @@ def test_a_finished_run_trains_on_when_it_is_given_more_steps(experiment: Path):
     assert [row["step"] for row in rows(experiment)] == list(range(1, STEPS + 3))
 
 
+@pytest.mark.long
 @pytest.mark.timeout(400)
 def test_a_run_whose_reward_always_fails_ends_and_says_why(make_experiment):
     """The data would go round for ever."""

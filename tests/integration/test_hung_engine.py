@@ -25,6 +25,7 @@ def engine_of(server: int) -> list[int]:
     return [pid for pid in descendants(server) if Path(f"/proc/{pid}/cmdline").read_bytes()[:6] == b"VLLM::"]
 
 
+@pytest.mark.long
 def test_a_hung_engine_costs_its_own_groups_and_takes_the_current_version_when_it_goes_on(
     make_experiment, free_address
 ):

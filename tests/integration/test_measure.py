@@ -25,6 +25,7 @@ def rows(run_dir: Path) -> list[dict]:
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_each_side_is_measured_without_the_other(make_experiment):
     folder = make_experiment("measured", learner={"optimizer": {"lr": 3e-3}})

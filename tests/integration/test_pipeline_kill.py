@@ -100,6 +100,7 @@ def resumed_from(folder: Path, stage: str) -> list[int]:
     return [int(line.rsplit("step-", 1)[1][:6]) for line in log.splitlines() if "resumed from" in line]
 
 
+@pytest.mark.long
 def test_the_same_command_goes_on_inside_the_stage_that_was_killed(folder):
     kill_inside(folder, "sft", EVERY["sft"] + 5)
     kill_inside(folder, "rl", EVERY["rl"] + 2)

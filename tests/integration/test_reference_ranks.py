@@ -154,6 +154,7 @@ def test_a_reference_of_another_layout_gives_the_same_losses_and_weights(objecti
         assert_same_kl(run, here[objective], rel=1e-3)
 
 
+@pytest.mark.long
 def test_a_reference_that_is_late_wrong_killed_or_hung_costs_time_only(here, model, tmp_path, address):
     run = placed(tmp_path / "run", model, address)
     run.options = {"gates": [1, 2]}
@@ -236,6 +237,7 @@ def test_a_resume_measures_from_the_weights_that_the_run_started_from(apart, mod
     assert f"its run started from other weights than {tmp_path / 'model'} has now" in told
 
 
+@pytest.mark.long
 def test_a_whole_run_behind_keys_has_its_reference_and_its_value_model_beside_it(make_experiment, made_model):
     """`slipstream run` starts them, watches them, and ends them with the run."""
     slipstream = str(Path(sys.executable).with_name("slipstream"))

@@ -1,8 +1,6 @@
 """Services killed with -9, all at once, and started again in every order, each time under another setting.
 
-    RESUME_ORDERS=all pytest tests/integration/test_resume_orders.py           all six, in one run
-
-The suite has two of them. At the end every version was made once and in order, of the batches that were made
+At the end every version was made once and in order, of the batches that were made
 first, and no server was given an older one than it had; every prompt was trained exactly once an epoch, and
 no batch has tokens older than the bound under which it was made.
 """
@@ -40,7 +38,6 @@ ROUNDS: list[tuple[str, dict[str, object]]] = [
 ]
 """In which order, and what is other than in the experiment's file: tensor, pipeline and data-parallel ranks,
 servers, staleness up and down, larger and smaller batches."""
-CHOSEN = ROUNDS if os.environ.get("RESUME_ORDERS") == "all" else ROUNDS[:2]
 
 
 REFUSED = [
@@ -138,6 +135,7 @@ def assert_holds(made: dict[int, list[str]], earlier: dict[int, list[str]]) -> N
     assert {index: made.get(index) for index in earlier} == earlier
 
 
+@pytest.mark.long
 def test_services_killed_and_started_again_in_every_order(make_experiment, free_address):
     folder = make_experiment(
         "orders",
@@ -152,7 +150,7 @@ def test_services_killed_and_started_again_in_every_order(make_experiment, free_
     first_made: dict[int, list[str]] = {}
     with services(folder) as running:
         run = Resumed(folder, running)
-        for order, changes in CHOSEN:
+        for order, changes in ROUNDS:
             bounds.append((run.frontier(), int(str(changes.get("buffer.max_staleness", 2)))))
             run.start(order, changes)
             run.more_steps(EVERY + 3)  # at least one checkpoint, and steps behind it that are lost
@@ -184,4 +182,4 @@ def test_services_killed_and_started_again_in_every_order(make_experiment, free_
         (bound,) = [b for (first, b) in bounds if first <= row["step"] - 1][-1:]
         assert row["staleness/max"] <= bound, row["step"]
     sizes = {len(groups) for groups in made.values()}
-    assert sizes == {int(str(changes.get("buffer.groups_per_batch", 4))) for _, changes in CHOSEN} | {4}
+    assert sizes == {int(str(changes.get("buffer.groups_per_batch", 4))) for _, changes in ROUNDS} | {4}

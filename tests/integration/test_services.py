@@ -154,6 +154,7 @@ def test_a_learner_that_is_asked_for_stacks_has_its_ranks_write_them_and_goes_on
         assert s.running["learner"].poll() is None
 
 
+@pytest.mark.long
 def test_a_scorer_that_is_killed_and_started_again_costs_time_only(
     experiment, free_address, made_reward_model
 ):
