@@ -33,7 +33,7 @@ from record import write_result
 from buffer.processor import native_dtype
 from sync.buckets import checksum, spec_of
 from sync.config import SyncConfig
-from sync.group import BroadcastGroup, Seat, listen
+from sync.group import BroadcastGroup, Connecting, Seat
 from sync.manifest import Manifest
 from sync.publisher import Publisher
 from sync.receiver import Receiver
@@ -44,11 +44,17 @@ SHAPED = "SLIPSTREAM_BENCHMARK_LINK_IS_SHAPED"
 SPAWN = multiprocessing.get_context("spawn")
 
 
-def _seat(port: int, rank: int) -> Seat:
-    return Seat("127.0.0.1", port, 1, "nonce", rank, 2, "gloo", 600)
+def connect_barely(rank: int, other: Connection) -> BroadcastGroup:
+    """A group of two, which tell each other over a pipe how they are reached."""
+    seat = Seat("127.0.0.1", 1, "nonce", rank, 2, "gloo", 600)
+    connecting = Connecting(seat, torch.device("cpu"), lambda: None)
+    other.send(connecting.left())
+    connecting.bring(other.recv())
+    connecting.thread.join()
+    return connecting.result()
 
 
-def learn(address: str, model: str, shared: bool, commands: Connection) -> None:
+def learn(address: str, model: str, shared: bool, commands: Connection, bare: Connection) -> None:
     """The learner's process: publishes, or broadcasts barely, as it is told; answers with the seconds."""
     from transformers import AutoModelForCausalLM
 
@@ -59,8 +65,7 @@ def learn(address: str, model: str, shared: bool, commands: Connection) -> None:
     config = SyncConfig(address=address, bucket_mib=BUCKET_MIB, shared_memory=shared)
     publisher = Publisher(config, "bench", torch.device("cpu"))
     publisher.start()
-    store, port = listen("127.0.0.1", 600)
-    commands.send((port, manifest.stream_bytes))
+    commands.send(manifest.stream_bytes)
     stream = torch.ones(manifest.stream_bytes, dtype=torch.uint8)
     version, group = 0, None
     while (command := commands.recv()) != "end":
@@ -72,14 +77,13 @@ def learn(address: str, model: str, shared: bool, commands: Connection) -> None:
             publisher.wait_loaded()
             version += 1
         else:
-            group = group or BroadcastGroup.connect(_seat(port, 0), torch.device("cpu"))
+            group = group or connect_barely(0, bare)
             with_sums = command == "summed"
             group.broadcast(torch.tensor([with_sums]))
             send_barely(group, stream, with_sums)
             held = time.perf_counter() - started
         commands.send(held)
     publisher.close()
-    del store
 
 
 def send_barely(group: BroadcastGroup, stream: torch.Tensor, with_sums: bool) -> None:
@@ -94,9 +98,9 @@ def send_barely(group: BroadcastGroup, stream: torch.Tensor, with_sums: bool) ->
             sent = pool.submit(group.broadcast, bucket)
 
 
-def receive_barely(port: int, stream_bytes: int) -> None:
+def receive_barely(learner: Connection, stream_bytes: int) -> None:
     """The other end of the bare broadcast, into memory that is touched already."""
-    group = BroadcastGroup.connect(_seat(port, 1), torch.device("cpu"))
+    group = connect_barely(1, learner)
     stream = torch.zeros(stream_bytes, dtype=torch.uint8)
     with_sums = torch.tensor([False])
     with ThreadPoolExecutor(max_workers=1) as pool:
@@ -159,7 +163,9 @@ class CountingSink:
 Order = Callable[[str], Awaitable[float]]
 
 
-async def measure(arguments: argparse.Namespace, address: str, commands: Connection) -> dict[str, Any]:
+async def measure(
+    arguments: argparse.Namespace, address: str, commands: Connection, learner: Connection
+) -> dict[str, Any]:
     from vllm import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -174,8 +180,8 @@ async def measure(arguments: argparse.Namespace, address: str, commands: Connect
     receiver = Receiver(SyncConfig(address=address), "bench", "server-0", sink)
     running = asyncio.create_task(receiver.run())
     loop = asyncio.get_running_loop()
-    port, stream_bytes = await loop.run_in_executor(None, commands.recv)
-    bare = SPAWN.Process(target=receive_barely, args=(port, stream_bytes), daemon=True)
+    stream_bytes = await loop.run_in_executor(None, commands.recv)
+    bare = SPAWN.Process(target=receive_barely, args=(learner, stream_bytes), daemon=True)
     bare.start()
 
     async def order(command: str) -> float:
@@ -270,11 +276,13 @@ def main() -> None:
     os.environ |= {"HF_HUB_OFFLINE": "1", "VLLM_CPU_OMP_THREADS_BIND": arguments.cores}
     address = "tcp://127.0.0.1:5712"
     ours, theirs = SPAWN.Pipe()
+    to_bare, to_learner = SPAWN.Pipe()
     shared = not (arguments.sent or arguments.link_gbit)
-    learner = SPAWN.Process(target=learn, args=(address, arguments.model, shared, theirs), daemon=True)
+    given = (address, arguments.model, shared, theirs, to_bare)
+    learner = SPAWN.Process(target=learn, args=given, daemon=True)
     learner.start()
     kind = "_link" if arguments.link_gbit else "_sent" if arguments.sent else ""
-    write_result(f"publish_bandwidth{kind}", asyncio.run(measure(arguments, address, ours)))
+    write_result(f"publish_bandwidth{kind}", asyncio.run(measure(arguments, address, ours, to_learner)))
     learner.join(10)
 
 

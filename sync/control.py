@@ -224,7 +224,9 @@ class Control:
         member.heard_at = time.monotonic()
         match message:
             case Ready():
-                self.members.ready(member, message.attempt)
+                refusal = self.members.ready(member, message)
+                if refusal is not None:
+                    logger.warning("sync: refused of %s: %s", member.name, refusal)
             case Loaded():
                 self.members.loaded(member, message)
             case Dropped():

@@ -2,9 +2,13 @@
 
 A process group of its own, built directly and never the default one, so that it shares nothing with the
 learner's training groups or the engine's. Its calls block; callers run them on a thread that they can leave.
+
+torch has ranks find each other in a store. Here each rank has one of its own, which no other process
+reaches, and what a rank leaves there for the others is brought to them over the control channel.
 """
 
 import errno
+import hashlib
 import logging
 import os
 import resource
@@ -19,45 +23,60 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch._C._distributed_c10d import HashStore
 
+from sync.door import close_door
 from sync.errors import OutOfHandles, TransferFailed
+from sync.wire import Entries
 
 logger = logging.getLogger(__name__)
 
 
 HANDLES = 16
-"""More than the files that a group of a few ranks has open: the store's connection, gloo's device, peers."""
+"""More than the files that a group of a few ranks has open: gloo's device, peers."""
+
+LOOK_S = 0.001
+"""Between two looks at what a rank that is connecting has left for the others."""
 
 
 @dataclass(frozen=True, slots=True)
 class Seat:
-    """A rank's place in a group: where the store is, which epoch, which rank of how many."""
+    """A rank's place in a group: where the learner is, which epoch, which rank of how many."""
 
     host: str
-    port: int
     epoch: int
     nonce: str = field(repr=False)
-    """Drawn anew for each epoch and told to its members only: without it nobody finds the seats in the
-    store."""
+    """Drawn anew for each epoch and told to its members only: by it they know the learner's own broadcast."""
     rank: int
     size: int
     backend: str
     timeout_s: float
 
 
-def listen(host: str, timeout_s: float) -> tuple[TCPStore, int]:
-    """A rendezvous store on a free port of one interface only (by itself TCPStore listens on all of them)."""
-    family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    listener.bind((host, 0))
-    listener.listen(256)
-    port = listener.getsockname()[1]
-    store = TCPStore(
-        host, port, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s),
-        master_listen_fd=listener.detach(),
-    )  # fmt: skip
-    return store, port
+class Meeting:
+    """A rank's store for one epoch. It lies in this process and listens nowhere.
+
+    Used by two threads: one connects and waits here for what the other ranks left, the other fetches what
+    this rank left and brings theirs.
+    """
+
+    def __init__(self, seat: Seat) -> None:
+        self.store = HashStore()
+        self.store.set_timeout(timedelta(seconds=seat.timeout_s))
+        # With gloo each rank says how it is reached; with nccl rank 0 does, and the others come to it.
+        self._left: Entries | None = None if seat.backend == "gloo" or seat.rank == 0 else {}
+
+    def left(self) -> Entries | None:
+        """What this rank left for the others; None while that is to come."""
+        if self._left is None and (keys := self.store.list_keys()):
+            self._left = {key: self.store.get(key) for key in keys}
+        return self._left
+
+    def bring(self, entries: Entries) -> None:
+        """What every rank left; call it after `left` had an answer. Whoever waits for it here goes on."""
+        for key, value in entries.items():
+            if key not in (self._left or ()):
+                self.store.set(key, value)  # pyright: ignore[reportArgumentType] - torch's stub knows no bytes
 
 
 class BroadcastGroup:
@@ -66,11 +85,12 @@ class BroadcastGroup:
         self.seat = seat
 
     @classmethod
-    def connect(cls, seat: Seat, device: torch.device) -> Self:
+    def connect(cls, seat: Seat, device: torch.device, meeting: Meeting) -> Self:
         """Meet the other ranks. Blocks until all are there, at most `seat.timeout_s`.
 
         Args:
             device: Where the tensors to broadcast will lie; for nccl the GPU of this rank.
+            meeting: Of this seat. What this rank leaves there somebody brings to the others, and theirs here.
 
         Raises:
             OutOfHandles: This process cannot open the connections; torch would try until the deadline, and
@@ -81,18 +101,28 @@ class BroadcastGroup:
             raise OutOfHandles(
                 f"epoch {seat.epoch}: rank {seat.rank}: fewer than {HANDLES} file handles left"
             )
-        timeout = timedelta(seconds=seat.timeout_s)
         try:
-            # A connection for each group, for rank 0 too: calls on one wait for each other, so that a group
-            # that never forms would keep the next one from forming.
-            store = TCPStore(seat.host, seat.port, is_master=False, timeout=timeout)
-            scoped = PrefixStore(f"slipstream/{seat.nonce}", store)
-            if seat.backend == "nccl":
-                return cls(_nccl(scoped, seat, device), seat)
-            return cls(_gloo(scoped, seat, timeout), seat)
+            connect = _nccl if seat.backend == "nccl" else _gloo
+            group = cls(connect(meeting.store, seat, device), seat)
         except (RuntimeError, OSError, ValueError) as error:  # torch's DistError is a RuntimeError
-            told = _first_line(error).replace(seat.nonce, "…")  # torch names the keys that it waits for
-            raise TransferFailed(f"epoch {seat.epoch}: rank {seat.rank}: {told}") from None
+            raise TransferFailed(f"epoch {seat.epoch}: rank {seat.rank}: {_first_line(error)}") from None
+        group._know_the_learner(device)
+        if seat.backend == "gloo":
+            close_door(b"".join((meeting.left() or {}).values()))
+        return group
+
+    def _know_the_learner(self, device: torch.device) -> None:
+        """Have rank 0 say what only members were told: gloo takes for a rank whoever connects in its name.
+
+        It comes over the connections that the buckets take, and these stay as they are from here on.
+        """
+        secret = hashlib.sha256(self.seat.nonce.encode()).digest()
+        expected = torch.frombuffer(bytearray(secret), dtype=torch.uint8).to(device)
+        said = expected.clone() if self.seat.rank == 0 else torch.zeros_like(expected)
+        self.broadcast(said)
+        if not torch.equal(said, expected):
+            who = f"epoch {self.seat.epoch}: rank {self.seat.rank}"
+            raise TransferFailed(f"{who}: somebody else is in the learner's place")
 
     def broadcast(self, tensor: Tensor) -> None:
         """Send `tensor` (rank 0) or overwrite it (other ranks). Blocks at most the seat's timeout.
@@ -142,7 +172,8 @@ class Connecting:
     """A group being built on a thread that can be left behind; `notify` is called when that has an end."""
 
     def __init__(self, seat: Seat, device: torch.device, notify: Callable[[], None]) -> None:
-        self._build = lambda: BroadcastGroup.connect(seat, device)
+        self._seat, self._meeting = seat, Meeting(seat)
+        self._build = lambda: BroadcastGroup.connect(seat, device, self._meeting)
         self._notify = notify
         self._group: BroadcastGroup | None = None
         self._failure: TransferFailed | None = None
@@ -151,6 +182,25 @@ class Connecting:
 
     def settled(self) -> bool:
         return self._group is not None or self._failure is not None
+
+    def left(self) -> Entries:
+        """What this rank leaves for the others, as soon as it has.
+
+        Raises:
+            TransferFailed: It cannot connect, or left nothing in time.
+        """
+        deadline = time.monotonic() + self._seat.timeout_s
+        while (left := self._meeting.left()) is None:
+            if self._failure is not None:
+                raise self._failure
+            if time.monotonic() > deadline:
+                raise TransferFailed(f"epoch {self._seat.epoch}: rank {self._seat.rank} cannot be reached")
+            time.sleep(LOOK_S)
+        return left
+
+    def bring(self, entries: Entries) -> None:
+        """As `Meeting.bring`."""
+        self._meeting.bring(entries)
 
     def result(self) -> BroadcastGroup:
         """The group. Raises TransferFailed where there is none."""
@@ -167,10 +217,10 @@ class Connecting:
         self._notify()
 
 
-def _gloo(store: Store, seat: Seat, timeout: timedelta) -> Any:
+def _gloo(store: HashStore, seat: Seat, _: torch.device) -> Any:
     options = dist.ProcessGroupGloo._Options()  # pyright: ignore[reportAttributeAccessIssue]
-    options._timeout = timeout
-    # The interface that reaches the store, rather than whatever this machine's name resolves to.
+    options._timeout = timedelta(seconds=seat.timeout_s)
+    # The interface that reaches the learner, rather than whatever this machine's name resolves to.
     # Connections are made when they are first used: a broadcast needs as many as there are ranks, where all
     # to all would be their square, and each of them an open file.
     options._devices = [dist.ProcessGroupGloo.create_device(hostname=_own_address(seat), lazy_init=True)]
@@ -179,7 +229,7 @@ def _gloo(store: Store, seat: Seat, timeout: timedelta) -> Any:
     return group
 
 
-def _nccl(store: Store, seat: Seat, device: torch.device) -> Any:
+def _nccl(store: HashStore, seat: Seat, device: torch.device) -> Any:
     options = dist.ProcessGroupNCCL.Options()
     # Our own deadline must come first: nccl's watchdog would take the whole process down.
     options._timeout = timedelta(seconds=10 * seat.timeout_s + 600)
@@ -189,8 +239,9 @@ def _nccl(store: Store, seat: Seat, device: torch.device) -> Any:
 
 
 def _own_address(seat: Seat) -> str:
-    family, _, _, _, target = socket.getaddrinfo(seat.host, seat.port, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:  # a datagram socket's connect sends nothing
+    # A datagram socket's connect sends nothing, so that any port will do.
+    family, _, _, _, target = socket.getaddrinfo(seat.host, 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect(target)
         return str(probe.getsockname()[0])
 

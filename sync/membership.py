@@ -4,10 +4,10 @@ No sockets and no clock (every method is told the time), so that each rule of me
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
-from sync.wire import Failed, Loaded
+from sync.wire import Entries, Failed, Loaded, Ready
 
 MAX_FAILED_TRANSFERS = 3
 """A member whose last transfers all failed is evicted, though it answers: something near it is broken."""
@@ -34,6 +34,8 @@ class Member:
     attempt: int = 0
     """The PREPARE it is working on or answered last; answers to others are stale."""
     phase: Phase = "idle"
+    entries: Entries = field(default_factory=dict[str, bytes])
+    """What its ranks left for the others of a new group, once it is ready."""
     failed_transfers: int = 0
     loaded: Loaded | None = None
     loaded_at: float = 0.0
@@ -91,6 +93,7 @@ class Membership:
     def asked(self, members: Iterable[Member], attempt: int) -> None:
         for member in members:
             member.attempt, member.phase, member.loaded, member.failure = attempt, "asked", None, ""
+            member.entries = {}
 
     def working(self, attempt: int) -> list[Member]:
         """Members of an attempt that have neither loaded nor failed nor dropped it."""
@@ -115,9 +118,27 @@ class Membership:
     def of(self, attempt: int) -> list[Member]:
         return [m for m in self._members.values() if m.attempt == attempt]
 
-    def ready(self, member: Member, attempt: int) -> None:
-        if member.attempt == attempt and member.phase == "asked":
-            member.phase = "ready"
+    def ready(self, member: Member, message: Ready) -> str | None:
+        """Note that a member is ready, and what its ranks left.
+
+        Returns:
+            Why it is refused; None where it counts.
+        """
+        if member.attempt != message.attempt or member.phase != "asked":
+            return f"READY of attempt {message.attempt}: it is {member.phase} in attempt {member.attempt}"
+        member.phase, member.entries = "ready", message.entries
+        return None
+
+    def introduce(self, attempt: int, entries: Entries) -> tuple[Entries, list[Member]]:
+        """What every rank of an attempt left, where rank 0 left `entries`; and the members that left more
+        than they have ranks, or in another's name."""
+        wrong: list[Member] = []
+        for member in self.of(attempt):
+            if len(member.entries) > member.world_size or entries.keys() & member.entries.keys():
+                wrong.append(member)
+            else:
+                entries = entries | member.entries
+        return entries, wrong
 
     def dropped(self, member: Member, attempt: int) -> None:
         if member.attempt == attempt and member.phase != "loaded":

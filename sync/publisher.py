@@ -18,14 +18,14 @@ from sync.buckets import combine, pack
 from sync.config import SyncConfig
 from sync.control import Control
 from sync.errors import OutOfHandles, PublishInterrupted, TransferFailed
-from sync.group import BroadcastGroup, Connecting, Seat, listen
+from sync.group import BroadcastGroup, Connecting, Seat
 from sync.keys import PublisherKeys
 from sync.manifest import Manifest, TensorSpec
 from sync.membership import Member
 from sync.report import PublishReport
 from sync.sender import BucketMemory, BucketSender
 from sync.shared_memory import SharedStream, place_of_this_process
-from sync.wire import Abort, Prepare
+from sync.wire import Abort, Meet, Prepare
 
 logger = logging.getLogger(__name__)
 
@@ -85,7 +85,6 @@ class Publisher:
             ValueError: The address cannot be listened on.
         """
         self._control.start()
-        self._store, self._port = listen(self._host, self._timeout_s)
 
     def close(self) -> None:
         """Stop listening. Members go back to waiting for a learner.
@@ -231,6 +230,7 @@ class Publisher:
         connecting = None if kept is not None else self._connect(1 + sum(m.world_size for m in targets))
         self._until(lambda: not self._members.unanswered(attempt), "PREPARE not answered", attempt)
         if connecting is not None:
+            self._introduce(connecting, attempt)
             self._until(connecting.settled, "the group was not connected", attempt)
             self._group = connecting.result()
         assert self._group is not None
@@ -255,18 +255,27 @@ class Publisher:
             self._members.asked(targets, self._attempt)
             for member in targets:
                 order = Prepare(
-                    self._attempt, version, self._epoch, self._nonce, fresh, self._port, first_rank, size,
-                    self._backend, memory, self._timeout_s, manifest,
+                    self._attempt, version, self._epoch, self._nonce, fresh, first_rank, size, self._backend,
+                    memory, self._timeout_s, manifest,
                 )  # fmt: skip
                 self._control.send([member], order)
                 first_rank += member.world_size
         return self._attempt
 
     def _connect(self, size: int) -> Connecting:
-        seat = Seat(self._host, self._port, self._epoch, self._nonce, 0, size, self._backend, self._timeout_s)
+        seat = Seat(self._host, self._epoch, self._nonce, 0, size, self._backend, self._timeout_s)
         connecting = Connecting(seat, self._device, self._control.notify)
         self._threads.append(connecting.thread)
         return connecting
+
+    def _introduce(self, connecting: Connecting, attempt: int) -> None:
+        """Tell every member how each rank of the new group is reached, and rank 0 too."""
+        own = connecting.left()
+        with self._control.changed:
+            entries, wrong = self._members.introduce(attempt, own)
+            self._control.evict(wrong, "its ranks came to the group as others")
+            self._control.send(self._members.of(attempt), Meet(attempt, entries))
+        connecting.bring(entries)
 
     def _until(self, done: Callable[[], bool], what: str, attempt: int) -> None:
         """Wait for something of an attempt.

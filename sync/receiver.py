@@ -13,7 +13,7 @@ import zmq.asyncio
 
 from sync.addresses import host_of
 from sync.config import SyncConfig
-from sync.errors import EngineLost, JoinRefused, SyncError
+from sync.errors import EngineLost, JoinRefused, SyncError, TransferFailed
 from sync.keys import MemberKeys
 from sync.shared_memory import place_of_this_process
 from sync.sink import StagePlan, WeightSink
@@ -23,11 +23,13 @@ from sync.wire import (
     Abort,
     Beat,
     Dropped,
+    Entries,
     Evict,
     Failed,
     Join,
     Leave,
     Loaded,
+    Meet,
     Message,
     Prepare,
     Ready,
@@ -100,6 +102,8 @@ class Receiver:
         self._engine = asyncio.Lock()
         self._work: asyncio.Task[None] | None = None
         self._loading = False
+        self._awaited: tuple[int, asyncio.Future[Entries]] | None = None
+        """The attempt whose ranks wait for the others, and what brings these."""
         self.last_update: Update | None = None
         self._told: set[str] = set()
         """Troubles that are in the log since the last load; the same again is not worth another line."""
@@ -244,6 +248,8 @@ class Receiver:
         match message:
             case Prepare():
                 self._begin(self._update(socket, message))
+            case Meet():
+                self._meet(message)
             case Abort():
                 logger.warning("sync: attempt %d aborted: %s", message.attempt, message.reason)
                 self._begin(self._drop(socket, message.attempt))
@@ -268,6 +274,27 @@ class Receiver:
         await asyncio.wait([self._work])
         self._work = None
 
+    def _meet(self, message: Meet) -> None:
+        attempt, entries = self._awaited or (None, None)
+        if entries is None or entries.done() or attempt != message.attempt:
+            logger.warning("sync: refused MEET of attempt %d: nobody here waits for it", message.attempt)
+            return
+        entries.set_result(message.entries)
+
+    async def _accepted(self, socket: zmq.asyncio.Socket, order: Prepare, left: Entries) -> Entries:
+        """As `StagePlan.accepted`."""
+        entries: asyncio.Future[Entries] = asyncio.get_running_loop().create_future()
+        if not order.fresh:
+            entries.set_result({})
+        self._awaited = order.attempt, entries
+        _send(socket, Ready(order.attempt, left))
+        try:
+            # After the learner's own deadline for the others, which it ends with ABORT.
+            async with asyncio.timeout(2 * order.timeout_s):
+                return await entries
+        except TimeoutError:
+            raise TransferFailed(f"epoch {order.epoch}: the other ranks were not heard of") from None
+
     async def _drop(self, socket: zmq.asyncio.Socket, attempt: int) -> None:
         async with self._engine:
             await self._sink.drop()
@@ -275,9 +302,9 @@ class Receiver:
 
     async def _update(self, socket: zmq.asyncio.Socket, order: Prepare) -> None:
         plan = StagePlan(
-            order.version, order.epoch, order.nonce, order.fresh, self._host, order.port, order.first_rank,
+            order.version, order.epoch, order.nonce, order.fresh, self._host, order.first_rank,
             order.group_size, order.backend, order.memory, order.timeout_s, order.manifest,
-            lambda: _send(socket, Ready(order.attempt)),
+            lambda left: self._accepted(socket, order, left),
         )  # fmt: skip
         async with self._engine:
             try:

@@ -1,10 +1,11 @@
 """Where a version goes on the rollout side: the seam between the receiver and an engine. No torch."""
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 from sync.manifest import Manifest
+from sync.wire import Entries
 
 OnUpdate = Literal["keep", "recompute", "abort"]
 """What becomes of running requests when weights change: they keep their key-value cache, have it computed
@@ -25,16 +26,16 @@ class StagePlan:
     nonce: str = field(repr=False)
     fresh: bool
     host: str
-    port: int
     first_rank: int
     group_size: int
     backend: str
     memory: str
     timeout_s: float
     manifest: Manifest
-    accepted: Callable[[], None]
-    """Called by the sink once its ranks have taken the manifest and begun to connect. The learner waits for
-    that, so that a refusal costs the other servers nothing."""
+    accepted: Callable[[Entries], Awaitable[Entries]]
+    """Called by the sink once its ranks have taken the manifest and begun to connect, with what they left for
+    the others of a group that is to be built. The learner waits for that, so that a refusal costs the other
+    servers nothing. Gives back what all ranks left, for each of this engine's."""
 
 
 class WeightSink(Protocol):

@@ -19,9 +19,10 @@ from torch import Tensor
 
 from sync.buckets import checksum, combine
 from sync.errors import ChecksumMismatch, SyncError, TransferFailed
-from sync.group import BroadcastGroup, Seat
+from sync.group import BroadcastGroup, Meeting, Seat
 from sync.manifest import Manifest
 from sync.shared_memory import map_stream, written
+from sync.wire import Entries
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +39,8 @@ class Stage:
     """Path of the learner's shared memory, or empty."""
     group: BroadcastGroup | None
     """None until connected; usable again once staged."""
+    meeting: Meeting | None
+    """Where the group's ranks meet; None where it is kept."""
     state: Literal["receiving", "staged", "failed"] = "receiving"
     """receiving: also while what has arrived is prepared."""
     buckets: int = 0
@@ -90,7 +93,7 @@ class Stager:
         else:
             self._memory = None
             stream = before.stream if kept is not None and before is not None else torch.empty(0)
-        stage = Stage(version, manifest, stream, memory, kept)
+        stage = Stage(version, manifest, stream, memory, kept, Meeting(seat) if kept is None else None)
         self._stage = stage
         # gloo's buckets land in the staging memory itself, wherever the model is.
         device = self._device if seat.backend == "nccl" else torch.device("cpu")
@@ -122,6 +125,16 @@ class Stager:
         if stage.group is not None:
             stage.group.abort()
 
+    def left(self) -> Entries | None:
+        """What this rank left for the others of a group that is being built; None while that is to come."""
+        stage = self._stage
+        return stage.meeting.left() if stage is not None and stage.meeting is not None else {}
+
+    def bring(self, entries: Entries) -> None:
+        """Go on connecting with what every rank left."""
+        if self._stage is not None and self._stage.meeting is not None:
+            self._stage.meeting.bring(entries)
+
     def status(self) -> dict[str, object]:
         """Plain values, fit for any RPC."""
         stage = self._stage
@@ -134,6 +147,7 @@ class Stager:
             "checksum": stage.checksum,
             "cause": stage.cause,
             "reason": stage.reason,
+            "left": self.left(),
         }
 
     def staged(self, version: int) -> tuple[Manifest, Tensor]:
@@ -175,11 +189,12 @@ def _receive(
 ) -> None:
     _use_every_core()
     try:
-        if stage.group is None:
-            if stage.memory:
-                stage.stream = map_stream(stage.memory, stage.manifest.stream_bytes)
-            stage.group = BroadcastGroup.connect(seat, device)
         with _stream_of_its_own(device):
+            if stage.group is None:
+                assert stage.meeting is not None, "no group and nowhere to meet"
+                if stage.memory:
+                    stage.stream = map_stream(stage.memory, stage.manifest.stream_bytes)
+                stage.group = BroadcastGroup.connect(seat, device, stage.meeting)
             sums = _fill(stage, stage.group, device, on_bucket)
             _compare(stage, stage.group, sums, device)
         prepare(stage)

@@ -35,6 +35,7 @@ from sync.manifest import Manifest
 from sync.stager import Stager
 from sync.vllm_twin import Twin, can_have_twin, repack_head
 from sync.vllm_waiting import sleep_instead_of_spinning
+from sync.wire import Entries
 
 logger = logging.getLogger(__name__)
 
@@ -70,7 +71,6 @@ class StageOrder(WeightTransferInitInfo):
     nonce: str = field(repr=False)
     fresh: bool
     host: str
-    port: int
     first_rank: int
     group_size: int
     backend: str
@@ -107,11 +107,15 @@ class StagingEngine(WeightTransferEngine[StageOrder, LoadOrder]):
             self._stager.drop()
             return
         seat = Seat(
-            init_info.host, init_info.port, init_info.epoch, init_info.nonce,
+            init_info.host, init_info.epoch, init_info.nonce,
             init_info.first_rank + self.parallel_config.rank, init_info.group_size, init_info.backend,
             init_info.timeout_s,
         )  # fmt: skip
         self._stager.begin(seat, init_info.fresh, init_info.version, manifest, init_info.memory)
+
+    def bring(self, entries: Entries) -> None:
+        """What every rank of the group that is being built left: this one goes on to the others."""
+        self._stager.bring(entries)
 
     def status(self) -> dict[str, object]:
         if self._refusal is not None:
@@ -210,3 +214,7 @@ class StagingExtension:
     def staging_status(self) -> dict[str, object]:
         """How far this rank's staging is: `Stager.status`."""
         return self.weight_transfer_engine.status()
+
+    def staging_bring(self, entries: Entries) -> None:
+        """What every rank of the group that is being built left: `Stager.bring`."""
+        self.weight_transfer_engine.bring(entries)

@@ -15,6 +15,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from sync.errors import BY_CAUSE, EngineLost, LoadFailed, SyncError, TransferFailed
 from sync.sink import OnUpdate, StagePlan
 from sync.vllm_plugin import BACKEND
+from sync.wire import Entries
 
 logger = logging.getLogger(__name__)
 
@@ -22,6 +23,9 @@ T_ = TypeVar("T_")
 
 POLL_S = 0.02
 """Between two looks at how far the workers are; each look costs the engine a fraction of a millisecond."""
+
+LEFT_S = 0.002
+"""The same, while a group is built: all its members wait for what the ranks leave, which is soon there."""
 
 ALIVE_S = 0.5
 """How often a call that takes long looks whether the engine lives."""
@@ -63,15 +67,15 @@ class VllmSink:
         """As `WeightSink.stage`. Each rank stages on a thread of its own; this looks how far they are."""
         order = {
             "version": plan.version, "epoch": plan.epoch, "nonce": plan.nonce, "fresh": plan.fresh,
-            "host": plan.host, "port": plan.port, "first_rank": plan.first_rank,
-            "group_size": plan.group_size, "backend": plan.backend, "memory": plan.memory,
-            "timeout_s": plan.timeout_s,
+            "host": plan.host, "first_rank": plan.first_rank, "group_size": plan.group_size,
+            "backend": plan.backend, "memory": plan.memory, "timeout_s": plan.timeout_s,
             "manifest": msgpack.packb(plan.manifest.to_wire()),
         }  # fmt: skip
         request = WeightTransferInitRequest(init_info=order)
         await self._call(self._engine.init_weight_transfer_engine(request), TransferFailed)
-        _raise_failure(await self._status())
-        plan.accepted()
+        entries = await plan.accepted(await self._left())
+        if entries:
+            await self._call(self._engine.collective_rpc("staging_bring", args=(entries,)), TransferFailed)
         progress, deadline = -1, 0.0
         while True:
             ranks = await self._status()
@@ -84,6 +88,16 @@ class VllmSink:
             if time.monotonic() > deadline:  # after the ranks' own, which know more of what went wrong
                 raise TransferFailed(f"no bucket arrived within {2 * plan.timeout_s:g} s")
             await asyncio.sleep(POLL_S)
+
+    async def _left(self) -> Entries:
+        """What the ranks left for the others of a group that is to be built, once all of them have."""
+        while True:
+            ranks = await self._status()
+            _raise_failure(ranks)
+            left = [status["left"] for status in ranks]
+            if None not in left:
+                return {key: entry for entries in left for key, entry in entries.items()}
+            await asyncio.sleep(LEFT_S)
 
     async def load(self, version: int, loaded: Callable[[], None]) -> float:
         """As `WeightSink.load`.

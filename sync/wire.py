@@ -8,7 +8,8 @@ weights themselves never pass here.
       ◀──────────────── WELCOME | REFUSE | EVICT            the name is taken: join again, later
     BEAT ◀──────────────────────────────────▶ BEAT        both ways, all the time; a server's with counts
       ◀──────────────────────────────── PREPARE
-    READY ──────────────────────────────────▶            then the buckets, in the broadcast group
+    READY ──────────────────────────────────▶
+      ◀─────────────────────────────────── MEET            of a new group; then the buckets go over it
     LOADED | FAILED ────────────────────────▶
       ◀────────────────────────────────── ABORT            the group broke
     DROPPED ────────────────────────────────▶
@@ -25,7 +26,7 @@ import msgpack  # pyright: ignore[reportMissingTypeStubs]
 from sync.errors import CAUSES
 from sync.manifest import Manifest
 
-SCHEMA = 5
+SCHEMA = 6
 """Grows whenever a message changes; a server of another schema is refused with the reason."""
 
 MAX_MESSAGE_BYTES = 256 << 20
@@ -33,6 +34,13 @@ MAX_MESSAGE_BYTES = 256 << 20
 MEMORY_PATH = re.compile(r"/proc/[1-9][0-9]{0,9}/fd/[0-9]{1,9}")
 """A server opens no other file at a learner's word."""
 
+
+Entries = dict[str, bytes]
+"""What ranks of a broadcast group left for the others, by torch's keys: how each is reached."""
+
+MOST_ENTRIES = 1 << 16
+LONGEST_KEY = 64
+LONGEST_ENTRY_BYTES = 1024
 
 COUNTED = (
     *("tokens", "wasted_tokens"),
@@ -85,10 +93,10 @@ class Prepare:
     """Made by the publisher, read by the receiver: version `version` comes as laid out in `manifest`.
 
     `attempt` names this one try and is in every answer. `epoch` names the broadcast group; with `fresh` it is
-    to be built (this server's ranks are `first_rank` and up, rank 0 sends, the store listens on `port` of the
-    host that the server joined), else the one of the last PREPARE is used again. `nonce` is the epoch's
-    secret: the ranks meet under it in the store, and only members are told. `memory` is where the learner
-    shares the version's stream; empty where the buckets are broadcast.
+    to be built (this server's ranks are `first_rank` and up, rank 0 sends), else the one of the last PREPARE
+    is used again. `nonce` is the epoch's secret: only members are told, and by it they know the learner in
+    the group. `memory` is where the learner shares the version's stream; empty where the buckets are
+    broadcast.
     """
 
     attempt: int
@@ -96,7 +104,6 @@ class Prepare:
     epoch: int
     nonce: str = field(repr=False)
     fresh: bool
-    port: int
     first_rank: int
     group_size: int
     backend: str
@@ -107,9 +114,21 @@ class Prepare:
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """Made by the receiver, read by the publisher: the engine took the manifest, staging begins."""
+    """Made by the receiver, read by the publisher: the engine took the manifest, staging begins.
+
+    `entries` is what this server's ranks left for the others of a new group; with a kept one nothing.
+    """
 
     attempt: int
+    entries: Entries = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Meet:
+    """Made by the publisher, read by the receiver: every member is ready, and this is what all ranks left."""
+
+    attempt: int
+    entries: Entries = field(repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,12 +191,14 @@ class Leave:
 
 
 Message = (
-    Join | Welcome | Refuse | Prepare | Ready | Loaded | Failed | Abort | Dropped | Evict | Beat | Leave
+    Join | Welcome | Refuse | Prepare | Ready | Meet | Loaded | Failed | Abort | Dropped | Evict | Beat
+    | Leave
 )  # fmt: skip
 
 KINDS: dict[str, type[Message]] = {
-    "JOIN": Join, "WELCOME": Welcome, "REFUSE": Refuse, "PREPARE": Prepare, "READY": Ready, "LOADED": Loaded,
-    "FAILED": Failed, "ABORT": Abort, "DROPPED": Dropped, "EVICT": Evict, "BEAT": Beat, "LEAVE": Leave,
+    "JOIN": Join, "WELCOME": Welcome, "REFUSE": Refuse, "PREPARE": Prepare, "READY": Ready, "MEET": Meet,
+    "LOADED": Loaded, "FAILED": Failed, "ABORT": Abort, "DROPPED": Dropped, "EVICT": Evict, "BEAT": Beat,
+    "LEAVE": Leave,
 }  # fmt: skip
 _NAMES = {kind: name for name, kind in KINDS.items()}
 
@@ -187,7 +208,6 @@ _INTEGERS = {
     "attempt": (1, 1 << 62),
     "version": (0, 1 << 62),
     "epoch": (1, 1 << 62),
-    "port": (1, 65535),
     "first_rank": (1, 1 << 20),
     "group_size": (2, 1 << 20),
     "checksum": (-(1 << 63), (1 << 63) - 1),
@@ -279,6 +299,8 @@ def _check_special(name: str, value: object) -> Any:
         raise WireError("memory: expected a file handle of the learner's under /proc, or nothing")
     if name == "counts":
         return _counts(value)
+    if name == "entries":
+        return _entries(value)
     if value in _CHOICES[name]:
         return value
     raise WireError(f"{name}: {value!r}: expected one of {', '.join(_CHOICES[name])}")
@@ -294,3 +316,15 @@ def _counts(value: object) -> dict[str, float]:
         if not isinstance(count, int | float) or isinstance(count, bool) or not 0 <= count < HIGHEST_COUNT:
             raise WireError(f"counts: {name}: {str(count)[:64]}: expected a number in [0, {HIGHEST_COUNT:g})")
     return cast(dict[str, float], found)
+
+
+def _entries(value: object) -> Entries:
+    if not isinstance(value, dict) or len(cast(dict[object, object], value)) > MOST_ENTRIES:
+        raise WireError(f"entries: expected a map of at most {MOST_ENTRIES}")
+    found = cast(dict[object, object], value)
+    for key, entry in found.items():
+        if not isinstance(key, str) or len(key) > LONGEST_KEY:
+            raise WireError(f"entries: expected names of at most {LONGEST_KEY} characters")
+        if not isinstance(entry, bytes) or len(entry) > LONGEST_ENTRY_BYTES:
+            raise WireError(f"entries: {key!r}: expected at most {LONGEST_ENTRY_BYTES} bytes")
+    return cast(Entries, found)

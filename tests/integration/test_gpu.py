@@ -12,10 +12,11 @@ import torch
 from learner_runs import Run, assert_same, learn, make_model
 
 from sync.buckets import pack, spec_of, unpack
-from sync.group import BroadcastGroup, Seat, listen
+from sync.group import Seat
 from sync.manifest import Manifest
 from sync.sender import BucketMemory, BucketSender
 from sync.stager import Stager
+from sync.stand_in import connect
 
 pytestmark = [
     pytest.mark.gpu,
@@ -48,11 +49,10 @@ def test_a_version_of_one_gpu_lands_in_the_pinned_memory_of_another(backend):
     sending, receiving = (first, last) if backend == "nccl" else (host, first)
     sent = {f"layer.{i}": torch.randn(513, 257, device=first).to(torch.bfloat16) for i in range(12)}
     manifest = Manifest.layout([spec_of(name, tensor) for name, tensor in sent.items()], BUCKET)
-    _store, port = listen("127.0.0.1", 30.0)
-    seats = [Seat("127.0.0.1", port, 1, "nonce", rank, 2, backend, 30.0) for rank in (0, 1)]
+    seats = [Seat("127.0.0.1", 1, "nonce", rank, 2, backend, 30.0) for rank in (0, 1)]
     stager = Stager(receiving)
     stager.begin(seats[1], True, 1, manifest)
-    group = BroadcastGroup.connect(seats[0], sending)
+    group = connect(seats[0], sending, stager)
     sender = BucketSender(group, BucketMemory(BUCKET, sending), 30.0, threading.Condition(), lambda: None)
     sender.start(1)
     for bucket, total in pack(manifest, sent.items(), sender.lend):

@@ -33,8 +33,6 @@ from sync import receiver as receiving
 from sync import wire as sync_wire
 from sync.config import SyncConfig
 from sync.control import Control
-from sync.errors import TransferFailed
-from sync.group import BroadcastGroup, Seat, listen
 from sync.publisher import Publisher
 from sync.receiver import Receiver
 from sync.stand_in import Behavior, StandInSink
@@ -423,37 +421,6 @@ def test_a_member_of_another_run_is_refused_behind_keys_too(folders, address):
         run(go())
     finally:
         control.close()
-
-
-def test_who_was_not_told_the_nonce_finds_no_seat_in_the_group():
-    """It keeps nobody out of the store; but where the others meet, it is not."""
-    store, port = listen("127.0.0.1", 2.0)
-    cpu, groups = torch.device("cpu"), {}
-
-    def connect(rank, nonce):
-        seat = Seat("127.0.0.1", port, 1, nonce, rank, 2, "gloo", 2.0)
-        try:
-            groups[rank, nonce] = BroadcastGroup.connect(seat, cpu)
-        except TransferFailed as failure:
-            groups[rank, nonce] = failure
-
-    stranger = threading.Thread(target=connect, args=(1, "guessed"))
-    stranger.start()
-    time.sleep(0.3)
-    members = [threading.Thread(target=connect, args=(rank, "told")) for rank in (0, 1)]
-    for thread in members:
-        thread.start()
-    for thread in (*members, stranger):
-        thread.join(20)
-    assert isinstance(groups[1, "guessed"], TransferFailed)
-    assert "guessed" not in str(groups[1, "guessed"]), "what is secret is in no message"
-    received = torch.zeros(2)
-    receiving_ = threading.Thread(target=groups[1, "told"].broadcast, args=(received,))
-    receiving_.start()
-    groups[0, "told"].broadcast(torch.ones(2))
-    receiving_.join(10)
-    assert received.tolist() == [1.0, 1.0]
-    del store
 
 
 def test_no_thread_and_no_socket_stays_behind(folders, address, tmp_path):

@@ -219,7 +219,7 @@ class NeverConnects(StandInSink):
     """Takes the manifest, answers everything, and comes to no group."""
 
     async def stage(self, plan: StagePlan) -> int:
-        plan.accepted()
+        await plan.accepted({})
         return await asyncio.get_running_loop().create_future()
 
 

@@ -26,12 +26,13 @@ from rollout.vllm_engine import VLLMEngine, token_versions
 from sync.buckets import spec_of
 from sync.config import SyncConfig
 from sync.errors import ChecksumMismatch, EngineLost, ManifestRefused
-from sync.group import BroadcastGroup, Seat, listen
+from sync.group import Connecting, Seat
 from sync.manifest import Manifest
 from sync.publisher import Publisher
 from sync.receiver import Receiver
 from sync.sink import OnUpdate, StagePlan
 from sync.stager import make_seal
+from sync.wire import Entries
 
 pytestmark = pytest.mark.slow
 
@@ -157,8 +158,9 @@ def hf_logprobs(model, tokens: list[int], temperature: float = 1.0) -> list[floa
     return [table[len(PROMPT) - 1 + i, token].item() for i, token in enumerate(tokens)]
 
 
-def accept() -> None:
+async def accept(left: Entries) -> Entries:
     """Nobody waits for READY here."""
+    return {}
 
 
 class Program:
@@ -610,9 +612,9 @@ def test_a_tensor_of_another_model_is_refused_by_name_before_anything_is_loaded(
 def test_corrupted_bucket_is_refused_and_the_next_version_loads(rig, address):
     loop, rig = rig
 
-    def send_corrupted(store_port: int, manifest: Manifest) -> None:
-        seat = Seat("127.0.0.1", store_port, 1, "nonce", 0, 1 + rig.sink.world_size, "gloo", 20.0)
-        group = BroadcastGroup.connect(seat, torch.device("cpu"))
+    def send_corrupted(connecting: Connecting, manifest: Manifest) -> None:
+        connecting.thread.join()
+        group = connecting.result()
         for index in range(manifest.num_buckets):
             start, end = manifest.bucket(index)
             group.broadcast(torch.full((end - start,), index, dtype=torch.uint8))
@@ -620,18 +622,22 @@ def test_corrupted_bucket_is_refused_and_the_next_version_loads(rig, address):
 
     async def scenario():
         before = await rig.generate(16)
-        store, port = listen("127.0.0.1", 20.0)
         manifest = Manifest.layout(rig.specs(), 1 << 20)
         ranks = 1 + rig.sink.world_size
-        plan = StagePlan(
-            30, 1, "nonce", True, "127.0.0.1", port, 1, ranks, "gloo", "", 20.0, manifest, accept
-        )
-        sending = asyncio.get_running_loop().run_in_executor(None, send_corrupted, port, manifest)
+        seat = Seat("127.0.0.1", 1, "nonce", 0, ranks, "gloo", 20.0)
+        connecting = Connecting(seat, torch.device("cpu"), lambda: None)
+
+        async def introduce(left: Entries) -> Entries:
+            entries = left | connecting.left()
+            connecting.bring(entries)
+            return entries
+
+        plan = StagePlan(30, 1, "nonce", True, "127.0.0.1", 1, ranks, "gloo", "", 20.0, manifest, introduce)
+        sending = asyncio.get_running_loop().run_in_executor(None, send_corrupted, connecting, manifest)
         with pytest.raises(ChecksumMismatch, match="bucket 0"):
             await rig.sink.stage(plan)
         await sending
         await rig.sink.drop()
-        del store
         assert (await rig.generate(16))[0] == before[0]
         async with Line(rig, address) as line:
             shake(rig.model, 31)
@@ -648,7 +654,7 @@ def test_tensor_missing_from_the_manifest_is_refused_by_name(rig):
     loop, rig = rig
     specs = [spec for spec in rig.specs() if spec.name != "model.norm.weight"]
     manifest = Manifest.layout(specs, 1 << 20)
-    plan = StagePlan(40, 1, "nonce", True, "127.0.0.1", 1, 1, 2, "gloo", "", 5.0, manifest, accept)
+    plan = StagePlan(40, 1, "nonce", True, "127.0.0.1", 1, 2, "gloo", "", 5.0, manifest, accept)
     with pytest.raises(ManifestRefused, match=r"model\.norm\.weight: not in the manifest"):
         loop.run_until_complete(rig.sink.stage(plan))
     assert math.isfinite(loop.run_until_complete(rig.generate(2))[1][0])

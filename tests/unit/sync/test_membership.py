@@ -1,7 +1,7 @@
 """The rules of membership, with no socket and no clock."""
 
 from sync.membership import MAX_FAILED_TRANSFERS, Membership
-from sync.wire import Failed, Loaded
+from sync.wire import Failed, Loaded, Ready
 
 
 def joined(*names: str) -> Membership:
@@ -55,11 +55,32 @@ def test_answers_to_a_past_attempt_change_nothing():
     members = joined("a")
     a = member(members, "a")
     members.asked([a], attempt=2)
-    members.ready(a, 1)
+    assert members.ready(a, Ready(1, {"0/1": b"old"})) == "READY of attempt 1: it is asked in attempt 2"
     members.dropped(a, 1)
     members.loaded(a, Loaded(1, 5, 0, 0.0, 0.0, 0.0))
     assert members.failed(a, Failed(1, "load", "old")) is None
-    assert (a.phase, a.version) == ("asked", None)
+    assert (a.phase, a.version, a.entries) == ("asked", None, {})
+
+
+def test_what_a_members_ranks_left_counts_once_and_for_its_attempt_alone():
+    members = joined("a")
+    a = member(members, "a")
+    members.asked([a], attempt=1)
+    assert members.ready(a, Ready(1, {"0/1": b"first"})) is None
+    assert members.ready(a, Ready(1, {"0/1": b"again"})) == "READY of attempt 1: it is ready in attempt 1"
+    assert members.introduce(1, {"0/0": b"rank 0"}) == ({"0/0": b"rank 0", "0/1": b"first"}, [])
+    members.asked([a], attempt=2)
+    assert members.introduce(2, {}) == ({}, [])
+
+
+def test_a_member_introduces_no_more_ranks_than_it_has_and_none_of_another():
+    members = joined("a", "b", "c")
+    a, b, c = (member(members, name) for name in "abc")
+    members.asked([a, b, c], attempt=1)
+    members.ready(a, Ready(1, {"0/1": b"a"}))
+    members.ready(b, Ready(1, {"0/0": b"not b's"}))
+    members.ready(c, Ready(1, {"0/3": b"c", "0/4": b"nobody's"}))
+    assert members.introduce(1, {"0/0": b"rank 0"}) == ({"0/0": b"rank 0", "0/1": b"a"}, [b, c])
 
 
 def test_only_a_failure_that_is_the_members_own_evicts_it():

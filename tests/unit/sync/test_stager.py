@@ -8,24 +8,25 @@ import time
 import torch
 
 from sync.buckets import checksum
-from sync.group import BroadcastGroup, Seat, listen
+from sync.group import Seat
 from sync.manifest import Manifest, TensorSpec
 from sync.stager import Stager, make_seal
+from sync.stand_in import connect
 
 CPU = torch.device("cpu")
 
 RECEIVES_AT_ITS_END = """
 import threading, time, torch
-from sync.group import BroadcastGroup, Seat, listen
+from sync.group import Seat
 from sync.manifest import Manifest, TensorSpec
 from sync.stager import Stager
+from sync.stand_in import connect
 
-store, port = listen("127.0.0.1", 2.0)
-seat = lambda rank: Seat("127.0.0.1", port, 1, "nonce", rank, 2, "gloo", 2.0)
+seat = lambda rank: Seat("127.0.0.1", 1, "nonce", rank, 2, "gloo", 2.0)
 stager = Stager(torch.device("cpu"))
 manifest = Manifest.layout([TensorSpec("weight", "float32", (4,))], 1 << 20)
 stager.begin(seat(1), True, 1, manifest)
-sender = BroadcastGroup.connect(seat(0), torch.device("cpu"))  # sends nothing; gone when the modules are
+sender = connect(seat(0), torch.device("cpu"), stager)  # sends nothing; gone when the modules are
 time.sleep(0.3)
 assert [t.name for t in threading.enumerate() if t is not threading.main_thread()] == ["slipstream-stage"]
 stager.close(5.0)
@@ -40,7 +41,6 @@ def test_a_process_that_ends_in_the_middle_of_receiving_ends_well():
 
 def test_what_was_dropped_before_it_could_be_prepared_never_is():
     """It would be prepared in the place of the one that is loaded next, and under that one's version."""
-    store, port = listen("127.0.0.1", 10.0)
     manifest = Manifest.layout([TensorSpec("weight", "float32", (4,))], 1 << 20)
     prepared, begun, ends = [], threading.Event(), threading.Event()
 
@@ -50,11 +50,11 @@ def test_what_was_dropped_before_it_could_be_prepared_never_is():
         ends.wait(10)
 
     def seat(version, rank):
-        return Seat("127.0.0.1", port, version, f"nonce-{version}", rank, 2, "gloo", 10.0)
+        return Seat("127.0.0.1", version, f"nonce-{version}", rank, 2, "gloo", 10.0)
 
     def send(version):
         stager.begin(seat(version, 1), True, version, manifest)
-        sender = BroadcastGroup.connect(seat(version, 0), CPU)
+        sender = connect(seat(version, 0), CPU, stager)
         bucket = torch.full((manifest.stream_bytes,), version, dtype=torch.uint8)
         sender.broadcast(bucket)
         sender.broadcast(make_seal(version, [checksum(bucket)], CPU))
@@ -72,4 +72,4 @@ def test_what_was_dropped_before_it_could_be_prepared_never_is():
     assert (stager.status()["version"], stager.status()["state"]) == (3, "staged")
     stager.close(10)
     assert prepared == [1, 3]
-    del senders, store
+    del senders

@@ -14,12 +14,16 @@ from sync.vllm_sink import VllmSink
 MANIFEST = Manifest.layout([TensorSpec("a", "float32", (3,))], BLOCK_BYTES)
 
 
-def plan(accepted=lambda: None):
-    return StagePlan(7, 1, "nonce", True, "127.0.0.1", 1, 1, 3, "gloo", "", 5.0, MANIFEST, accepted)
+async def in_a_kept_group(left):
+    return {}
+
+
+def plan(accepted=in_a_kept_group):
+    return StagePlan(7, 1, "nonce", True, "127.0.0.1", 1, 3, "gloo", "", 5.0, MANIFEST, accepted)
 
 
 def rank(state, version=7, **more):
-    return {"state": state, "version": version, "buckets": 0, "checksum": 9, **more}
+    return {"state": state, "version": version, "buckets": 0, "checksum": 9, "left": {}, **more}
 
 
 class Engine:
@@ -33,7 +37,10 @@ class Engine:
         self.asked: list[object] = []
         self.breaks = False
 
-    async def collective_rpc(self, name):
+    async def collective_rpc(self, name, args=()):
+        if name == "staging_bring":
+            self.asked.append(("bring", *args))
+            return [None, None]
         assert name == "staging_status"
         return self.told.pop(0) if len(self.told) > 1 else self.told[0]
 
@@ -80,9 +87,33 @@ def test_a_version_is_staged_when_the_last_rank_has_it():
         [rank("staged"), rank("staged")],
     )
     accepted = []
-    assert asyncio.run(sink(engine).stage(plan(lambda: accepted.append(len(engine.told))))) == 9
-    assert accepted == [3], "the learner hears of it before the first bucket"
+
+    async def note(left):
+        accepted.append((left, len(engine.told)))
+        return {}
+
+    assert asyncio.run(sink(engine).stage(plan(note))) == 9
+    assert accepted == [({}, 3)], "the learner hears of it before the first bucket"
     assert len(engine.told) == 1
+    assert engine.asked == ["begin"]
+
+
+def test_the_ranks_are_told_of_the_others_once_all_of_them_have_said_how_they_are_reached():
+    one, two = {"0/1": b"one"}, {"0/2": b"two"}
+    engine = Engine(
+        [rank("receiving", left=None), rank("receiving", left=None)],
+        [rank("receiving", left=one), rank("receiving", left=None)],
+        [rank("receiving", left=one), rank("receiving", left=two)],
+        [rank("staged"), rank("staged")],
+    )
+
+    async def answer(left):
+        engine.asked.append(left)
+        return {"0/0": b"the learner", **left}
+
+    assert asyncio.run(sink(engine).stage(plan(answer))) == 9
+    everybody = {"0/0": b"the learner", **one, **two}
+    assert engine.asked == ["begin", {**one, **two}, ("bring", everybody)]
 
 
 def test_one_rank_that_fails_fails_the_stage():

@@ -11,8 +11,9 @@ MESSAGES = [
     wire.Join(wire.SCHEMA, "run", "server-0", 2, "boot 4026531836 0"),
     wire.Welcome(wire.SCHEMA, 30.0),
     wire.Refuse("no"),
-    wire.Prepare(3, 0, 2, "0123abcd", True, 4000, 1, 3, "gloo", "/proc/12/fd/34", 60.0, MANIFEST),
-    wire.Ready(3),
+    wire.Prepare(3, 0, 2, "0123abcd", True, 1, 3, "gloo", "/proc/12/fd/34", 60.0, MANIFEST),
+    wire.Ready(3, {"0/1": bytes(range(256))}),
+    wire.Meet(3, {"0/0": b"", "0/1": b"1"}),
     wire.Loaded(3, 0, -5, 1.0, 0.5, 0.25),
     wire.Failed(3, "checksum", "bucket 1"),
     wire.Abort(3, "lost"),
@@ -32,11 +33,12 @@ def test_every_kind_has_an_example_above():
     assert {type(message) for message in MESSAGES} == set(wire.KINDS.values())
 
 
-JOIN = {"kind": "JOIN", "schema": 5, "run_id": "r", "name": "n", "world_size": 1, "place": ""}
+MEET = {"kind": "MEET", "attempt": 1}
+JOIN = {"kind": "JOIN", "schema": 6, "run_id": "r", "name": "n", "world_size": 1, "place": ""}
 
 
-def test_bytes_of_schema_5_still_decode():
-    assert wire.decode(msgpack.packb(JOIN)) == wire.Join(5, "r", "n", 1, "")
+def test_bytes_of_schema_6_still_decode():
+    assert wire.decode(msgpack.packb(JOIN)) == wire.Join(6, "r", "n", 1, "")
 
 
 @pytest.mark.parametrize(
@@ -47,9 +49,9 @@ def test_bytes_of_schema_5_still_decode():
         (JOIN | {"run_id": 5}, "run_id"),
         (JOIN | {"name": "n" * 300}, "name"),
         (JOIN | {"world_size": 0}, "world_size"),
-        ({"kind": "READY", "attempt": True}, "attempt"),
+        ({"kind": "READY", "attempt": True, "entries": {}}, "attempt"),
         ({"kind": "FAILED", "attempt": 1, "cause": "mood", "reason": ""}, "cause"),
-        ({"kind": "WELCOME", "schema": 5, "heartbeat_timeout_s": -1}, "heartbeat_timeout_s"),
+        ({"kind": "WELCOME", "schema": 6, "heartbeat_timeout_s": -1}, "heartbeat_timeout_s"),
         ({"kind": "SHUTDOWN"}, "kind"),
         ({"kind": "BEAT", "counts": [1]}, "counts: expected a map"),
         ({"kind": "BEAT", "counts": {"mood": 1}}, "counts: 'mood'"),
@@ -57,6 +59,12 @@ def test_bytes_of_schema_5_still_decode():
         ({"kind": "BEAT", "counts": {"tokens": float("nan")}}, "counts: tokens: nan"),
         ({"kind": "BEAT", "counts": {"tokens": 1e300}}, r"counts: tokens: 1e\+300"),
         ({"kind": "BEAT", "counts": {"tokens": True}}, "counts: tokens: True"),
+        ({"kind": "READY", "attempt": 1}, "READY: expected the fields"),
+        (MEET | {"entries": [1]}, "entries: expected a map"),
+        (MEET | {"entries": {"0/1": "text"}}, "entries: '0/1': expected at most 1024 bytes"),
+        (MEET | {"entries": {"0/1": bytes(1025)}}, "entries: '0/1': expected at most 1024 bytes"),
+        (MEET | {"entries": {"k" * 65: b""}}, "entries: expected names of at most 64"),
+        (MEET | {"entries": {str(i): b"" for i in range((1 << 16) + 1)}}, "entries: expected a map of at"),
         ([1, 2], "expected a map"),
     ],
 )
