@@ -7,7 +7,7 @@ import pytest
 from no_handles import none_left
 from recorded_run import LONGEST_STEP_S, Faults, make_recorded_run, recorded_run
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(180)]
 
 OUT, AGAIN = "out of file handles: this process may have", "there are file handles again"
 

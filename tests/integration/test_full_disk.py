@@ -20,6 +20,7 @@ cp disk/run/metrics.jsonl .
 """In a mount namespace of its own. Two checkpoints do not fit at first."""
 
 
+@pytest.mark.long
 @pytest.mark.timeout(500)
 def test_a_full_disk_ends_the_run_with_its_name_and_the_run_goes_on_with_more_room(make_experiment):
     folder: Path = make_experiment(

@@ -14,7 +14,7 @@ from recorded_run import Faults, make_recorded_run, recorded_run
 
 from rollout.process_tree import descendants
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(300)]
 
 HOURS_S = 2 * 3600
 """Longer than every default deadline of the services, also than `learner.batch_timeout_s`."""

@@ -27,6 +27,7 @@ def greedy_tokens(model, prompt: list[int], count: int) -> list[int]:
     return out[0, len(prompt) :].tolist()
 
 
+@pytest.mark.long
 def test_generation_goes_on_where_it_was_interrupted_and_is_the_models_own(make_experiment, made_model):
     folder = make_experiment("generate")
     (folder / "shape.py").write_text("def read(row):\n    return {'prompt': row['words']}\n")
@@ -115,6 +116,7 @@ def test_evaluation_keeps_samples_and_tells_score_and_pass_rate(make_experiment,
     assert compared > 80
 
 
+@pytest.mark.long
 def test_a_start_that_fails_tells_the_engines_own_reason_in_its_one_line(make_experiment):
     """So little memory for the cache that vLLM's core process, and not this one, ends with the reason."""
     folder = make_experiment("fails")

@@ -187,6 +187,7 @@ def test_a_reference_that_is_late_wrong_killed_or_hung_costs_time_only(here, mod
     assert run.told("published") == list(range(STEPS + 1))
 
 
+@pytest.mark.long
 def test_a_learner_that_is_stopped_without_its_reference_leaves_a_checkpoint(model, tmp_path, address):
     seldom = {"checkpoint": {"every": 4}}
     whole, run = (placed(tmp_path / name, model, address, **seldom) for name in ("whole", "run"))

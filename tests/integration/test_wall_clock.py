@@ -52,6 +52,7 @@ async def keeps_its_lease(folder: Path, move: Callable[[], None], silent_s: floa
     return not lost
 
 
+@pytest.mark.long
 def test_an_hour_forwards_and_two_back_change_no_lease_no_member_and_no_checkpoint(faults, moved_clock):
     for offset, silent_s in ((HOUR_S, LOOK_S), (-HOUR_S, LEASE_S + LOOK_S), (0, LOOK_S)):
         move = partial(moved_clock.move, offset)
