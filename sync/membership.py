@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
-from sync.wire import Entries, Failed, Loaded, Ready
+from sync.wire import Entries, Failed, Loaded, Ready, is_gloo_entry
 
 MAX_FAILED_TRANSFERS = 3
 """A member whose last transfers all failed is evicted, though it answers: something near it is broken."""
@@ -131,13 +131,15 @@ class Membership:
 
     def introduce(self, attempt: int, entries: Entries) -> tuple[Entries, list[Member]]:
         """What every rank of an attempt left, where rank 0 left `entries`; and the members that left more
-        than they have ranks, or in another's name."""
+        than they have ranks, or in another's name, or no address (with nccl, members leave nothing)."""
         wrong: list[Member] = []
         for member in self.of(attempt):
-            if len(member.entries) > member.world_size or entries.keys() & member.entries.keys():
+            left = member.entries
+            fits = len(left) <= member.world_size and not entries.keys() & left.keys()
+            if not fits or not all(is_gloo_entry(entry) for entry in left.values()):
                 wrong.append(member)
             else:
-                entries = entries | member.entries
+                entries = entries | left
         return entries, wrong
 
     def dropped(self, member: Member, attempt: int) -> None:

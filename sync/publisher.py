@@ -273,7 +273,7 @@ class Publisher:
         own = connecting.left()
         with self._control.changed:
             entries, wrong = self._members.introduce(attempt, own)
-            self._control.evict(wrong, "its ranks came to the group as others")
+            self._control.evict(wrong, "what it said of its ranks was not as it should be")
             self._control.send(self._members.of(attempt), Meet(attempt, entries))
         connecting.bring(entries)
 

@@ -18,6 +18,7 @@ weights themselves never pass here.
 """
 
 import re
+import sys
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, cast
 
@@ -38,6 +39,8 @@ MEMORY_PATH = re.compile(r"/proc/[1-9][0-9]{0,9}/fd/[0-9]{1,9}")
 Entries = dict[str, bytes]
 """What ranks of a broadcast group left for the others, by torch's keys: how each is reached."""
 
+GLOO_ADDRESS_BYTES = 136
+"""A socket's address in the kernel's form and a number."""
 MOST_ENTRIES = 1 << 16
 LONGEST_KEY = 64
 LONGEST_ENTRY_BYTES = 1024
@@ -214,6 +217,18 @@ _INTEGERS = {
 }
 _SECONDS = ("heartbeat_timeout_s", "timeout_s", "stage_seconds", "load_seconds", "pause_seconds")
 _TEXTS = {"run_id": 256, "name": 256, "nonce": 64, "place": 256, "reason": 4096}
+
+
+def is_gloo_entry(entry: bytes) -> bool:
+    """Whether it is what a rank leaves with gloo: a host's name and an address, each behind its length. gloo
+    reads it without a look at these, and beyond its end."""
+    at = 0
+    for length in (None, GLOO_ADDRESS_BYTES):
+        said = int.from_bytes(entry[at : at + 8], sys.byteorder)
+        if length not in (None, said):
+            return False
+        at += 8 + said
+    return at == len(entry)
 
 
 def encode(message: Message) -> bytes:

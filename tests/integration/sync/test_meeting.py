@@ -3,6 +3,7 @@
 import asyncio
 import os
 import socket
+import struct
 import time
 from contextlib import contextmanager, suppress
 
@@ -119,8 +120,14 @@ def seat_of(order: wire.Prepare) -> Seat:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("left", [{"0/0": b"the learner's"}, {"0/2": b"mine", "0/3": b"nobody's"}])
-def test_a_member_that_comes_as_another_rank_costs_only_itself(
+ENTRY = struct.pack("=Q2sQ136x", 2, b"vm", 136)
+"""As gloo makes them."""
+
+
+@pytest.mark.parametrize(
+    "left", [{"0/0": ENTRY}, {"0/2": ENTRY, "0/3": ENTRY}, {"0/2": b"here"}, {"0/2": b"\xff" * 154}]
+)
+def test_a_member_that_says_of_its_ranks_what_cannot_be_costs_only_itself(
     left, start_server, make_publisher, weights, address
 ):
     good = start_server("a")
@@ -131,10 +138,13 @@ def test_a_member_that_comes_as_another_rank_costs_only_itself(
 
         def answers():
             member.send(wire.encode(wire.Ready(heard(member, wire.Prepare).attempt, left)))
-            assert "came to the group as others" in heard(member, wire.Evict).reason
+            assert "said of its ranks" in heard(member, wire.Evict).reason
 
         report, _ = asyncio.run(publish_beside(publisher, 0, weights(0), answers))
-    assert (report.members, report.lost) == (["a"], [("b", "its ranks came to the group as others")])
+    assert (report.members, report.lost) == (
+        ["a"],
+        [("b", "what it said of its ranks was not as it should be")],
+    )
     assert good.expect("loaded", version=0)["sums"] == weights(0).sums
 
 

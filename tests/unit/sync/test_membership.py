@@ -1,7 +1,14 @@
 """The rules of membership, with no socket and no clock."""
 
+import struct
+
+import pytest
+
 from sync.membership import MAX_FAILED_TRANSFERS, Membership
 from sync.wire import Failed, Loaded, Ready
+
+ENTRY = struct.pack("=Q2sQ136x", 2, b"vm", 136)
+"""As gloo makes them."""
 
 
 def joined(*names: str) -> Membership:
@@ -66,9 +73,9 @@ def test_what_a_members_ranks_left_counts_once_and_for_its_attempt_alone():
     members = joined("a")
     a = member(members, "a")
     members.asked([a], attempt=1)
-    assert members.ready(a, Ready(1, {"0/1": b"first"})) is None
+    assert members.ready(a, Ready(1, {"0/1": ENTRY})) is None
     assert members.ready(a, Ready(1, {"0/1": b"again"})) == "READY of attempt 1: it is ready in attempt 1"
-    assert members.introduce(1, {"0/0": b"rank 0"}) == ({"0/0": b"rank 0", "0/1": b"first"}, [])
+    assert members.introduce(1, {"0/0": b"rank 0"}) == ({"0/0": b"rank 0", "0/1": ENTRY}, [])
     members.asked([a], attempt=2)
     assert members.introduce(2, {}) == ({}, [])
 
@@ -77,10 +84,30 @@ def test_a_member_introduces_no_more_ranks_than_it_has_and_none_of_another():
     members = joined("a", "b", "c")
     a, b, c = (member(members, name) for name in "abc")
     members.asked([a, b, c], attempt=1)
-    members.ready(a, Ready(1, {"0/1": b"a"}))
-    members.ready(b, Ready(1, {"0/0": b"not b's"}))
-    members.ready(c, Ready(1, {"0/3": b"c", "0/4": b"nobody's"}))
-    assert members.introduce(1, {"0/0": b"rank 0"}) == ({"0/0": b"rank 0", "0/1": b"a"}, [b, c])
+    members.ready(a, Ready(1, {"0/1": ENTRY}))
+    members.ready(b, Ready(1, {"0/0": ENTRY}))
+    members.ready(c, Ready(1, {"0/3": ENTRY, "0/4": ENTRY}))
+    assert members.introduce(1, {"0/0": b"rank 0"}) == ({"0/0": b"rank 0", "0/1": ENTRY}, [b, c])
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        b"",
+        b"here",
+        bytes(154),
+        ENTRY[:-1],
+        ENTRY + b"0",
+        b"\xff" * 154,
+        struct.pack("=Q2sQ135x", 2, b"vm", 135),
+    ],
+)
+def test_what_gloo_would_read_beyond_its_end_is_brought_to_nobody(entry):
+    members = joined("a")
+    a = member(members, "a")
+    members.asked([a], attempt=1)
+    members.ready(a, Ready(1, {"0/1": entry}))
+    assert members.introduce(1, {}) == ({}, [a])
 
 
 def test_only_a_failure_that_is_the_members_own_evicts_it():
