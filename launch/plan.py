@@ -9,6 +9,8 @@ and of a value model on ranks of their own, and the engine ranks of scorers and 
 
 import os
 from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import groupby
 from pathlib import Path
 
 from launch.experiment import WholeExperiment, read, reward_models
@@ -130,7 +132,7 @@ def plan(config: Path, overrides: list[str], target: Target) -> Plan:
 
     Raises:
         ConfigError: A mistake in the experiment.
-        ValueError: The model is not supported, or the layout does not divide it.
+        ValueError: The model is not supported, or the layout does not fit it.
     """
     experiment = read(config, overrides, [])
     family = families.read(experiment.model.path)
@@ -210,19 +212,21 @@ def training(job: Training, publishing: dict[str, float] | None = None) -> list[
     if publishing:
         first = f"{name}, rank 0" if per_stage > 1 else name
         kinds.insert(0, _stage(job, 0, first, 1, publishing))
-    stages = range(1, pipeline)
-    if pipeline > 3:
-        # Of the middle ones the first keeps most micro-batches; all count as that one.
-        middle = _stage(job, 1, f"{job.called} stages 2 to {pipeline - 1}", 0)
-        kinds.append(replace(middle, ranks=per_stage * (pipeline - 2)))
-        stages = range(pipeline - 1, pipeline)
-    kinds += [_stage(job, s, _stage_name(job, s), per_stage) for s in stages]
+    # Of middle stages with equally many layers the first keeps most micro-batches; all count as that one.
+    layers = partial(budget.layers_of, job.family, job.learner.parallel)
+    for _, stages in groupby(range(1, pipeline - 1), layers):
+        alike = [*stages]
+        kinds.append(_stage(job, alike[0], _stage_name(job, alike[0], alike[-1]), per_stage * len(alike)))
+    if pipeline > 1:
+        kinds.append(_stage(job, pipeline - 1, _stage_name(job, pipeline - 1), per_stage))
     return [kind for kind in kinds if kind.ranks]
 
 
-def _stage_name(job: Training, stage: int) -> str:
+def _stage_name(job: Training, first: int, last: int = 0) -> str:
     pipeline = job.learner.parallel.pipeline
-    return f"{job.called} stage {stage + 1} of {pipeline}" if pipeline > 1 else job.called
+    if last > first:
+        return f"{job.called} stages {first + 1} to {last + 1}"
+    return f"{job.called} stage {first + 1} of {pipeline}" if pipeline > 1 else job.called
 
 
 def _stage(
@@ -235,7 +239,7 @@ def _stage(
     parts = _optimizers(family, learner, stage)
     trained = count
     if learner.lora is not None:
-        trained = budget.adapter_parameters(family, learner.lora, layout)
+        trained = budget.adapter_parameters(family, learner.lora, layout, stage)
         parts = _shared([(trained, _copies(learner))], learner)
     optimizer = _optimizer_bytes(parts, machine)
     held = {"weights": weights}
@@ -315,7 +319,7 @@ def _optimizers(family: Family, learner: TrainingConfig, stage: int) -> list[tup
     Experts have their own: a rank's are copied on those ranks of its stage alone that hold the same ones.
     """
     layout = learner.parallel
-    count, experts = budget.parameters(family, layout, stage), budget.expert_parameters(family, layout)
+    count, experts = (of(family, layout, stage) for of in (budget.parameters, budget.expert_parameters))
     parts = [(count - experts, _copies(learner))]
     if experts:
         parts.append((experts, learner.processes // layout.pipeline // layout.expert))
@@ -428,6 +432,9 @@ def engine_ranks(
     impossible = None
     if family.heads % engine.tensor_parallel:
         impossible = f"{family.heads} attention heads do not divide by {engine.tensor_parallel}"
+    elif family.kv_heads % engine.tensor_parallel and engine.tensor_parallel % family.kv_heads:
+        heads = f"its {family.kv_heads} key-value heads"
+        impossible = f"{engine.tensor_parallel} ranks neither divide {heads} nor are a multiple of them"
     elif not target.gpu and not runs_on_cpu(engine):
         impossible = "vLLM's CPU build cannot serve with pipeline_parallel above 1 and enforce_eager"
     elif at_once == 0:

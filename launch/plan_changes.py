@@ -79,12 +79,13 @@ def _learner_tries(plan: Plan) -> Iterator[Settings]:
     tensors = [n for n in family.tensor_sizes(MOST_TENSOR) if n >= learner.parallel.tensor]
     count = family.mixture.experts if family.mixture else 1
     experts = [n for n in range(learner.parallel.expert, count + 1) if count % n == 0]
-    pipelines = [n for n in range(learner.parallel.pipeline, family.layers + 1) if family.layers % n == 0]
     shortest = max(64, plan.experiment.model.max_length)
     budgets = [learner.tokens_per_microbatch]
     while budgets[-1] // 2 >= shortest:
         budgets.append(budgets[-1] // 2)
     times = [2**n for n in range(MOST_TIMES.bit_length()) if plan.target.gpu or n == 0]
+    most = learner.processes * times[-1]
+    pipelines = [n for n in range(learner.parallel.pipeline, family.layers + 1) if most % n == 0]
     tries: list[tuple[float, Settings]] = []
     for tensor, pipeline, expert, recompute, (halvings, budget), sharded, more in itertools.product(
         tensors, pipelines, experts, (False, True), enumerate(budgets), (False, True), times

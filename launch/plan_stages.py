@@ -33,7 +33,7 @@ def plans(config: Path, overrides: list[str], target: Target) -> list[Plan]:
 
     Raises:
         ConfigError: A mistake in a file.
-        ValueError: A model is not supported, or a layout does not divide it.
+        ValueError: A model is not supported, or a layout does not fit it.
     """
     found = kind_of(config, overrides)
     match found[0] if found else "run":

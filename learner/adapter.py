@@ -15,7 +15,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
+from megatron.core.tensor_parallel import (
+    copy_to_tensor_model_parallel_region,
+    set_tensor_model_parallel_attributes,
+)
 from torch import Tensor
 
 from learner import lora, parallel
@@ -53,12 +56,17 @@ class Adapter(torch.nn.Module):
             (b,) = self.b.values()
             return a, b
         parts, start = [], 0
+        sharing = 1 if slot.splits_groups else slot.tensor
         for name, shape in slot.whole:
             module = name.split(".")[-2]
-            b = self.b[module] if module in self.b else a.new_zeros(shape[0] // slot.tensor, 0)
+            b = self.b[module] if module in self.b else a.new_zeros(shape[0] // sharing, 0)
             parts.append(F.pad(b, (start, len(a) - start - b.shape[1])))
             start += b.shape[1]
-        return a, slot.stack(parts)
+        b = slot.stack(parts)
+        if slot.splits_groups:
+            # Each rank gives slopes to its own rows alone, of what all ranks have whole.
+            b = slot.part_of(copy_to_tensor_model_parallel_region(b), parallel.tp_rank())
+        return a, b
 
     @torch.no_grad()
     def fused(self, weight: Tensor) -> Tensor:

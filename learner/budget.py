@@ -77,11 +77,16 @@ def layer_parameters(family: Family, tensor: int) -> int:
     return split // tensor + whole
 
 
-def expert_parameters(family: Family, layout: ParallelConfig) -> int:
+def layers_of(family: Family, layout: ParallelConfig, stage: int) -> int:
+    """How many layers a pipeline stage has."""
+    return len(family.stage_layers(stage, layout.pipeline))
+
+
+def expert_parameters(family: Family, layout: ParallelConfig, stage: int) -> int:
     """Of one rank: the experts of its stage's layers that are its own, each whole."""
     if family.mixture is None:
         return 0
-    experts = family.mixture.experts // layout.expert * (family.layers // layout.pipeline)
+    experts = family.mixture.experts // layout.expert * layers_of(family, layout, stage)
     return experts * 3 * family.hidden * family.ffn
 
 
@@ -93,7 +98,8 @@ def parameters(family: Family, layout: ParallelConfig, stage: int) -> int:
     """
     tensor, pipeline = layout.tensor, layout.pipeline
     table = family.padded_vocab(tensor) // tensor * family.hidden
-    count = layer_parameters(family, tensor) * (family.layers // pipeline) + expert_parameters(family, layout)
+    count = layer_parameters(family, tensor) * layers_of(family, layout, stage)
+    count += expert_parameters(family, layout, stage)
     if stage == 0:
         count += table
     if stage == pipeline - 1:
@@ -103,17 +109,18 @@ def parameters(family: Family, layout: ParallelConfig, stage: int) -> int:
     return count
 
 
-def adapter_parameters(family: Family, lora: LoraConfig, layout: ParallelConfig) -> int:
+def adapter_parameters(family: Family, lora: LoraConfig, layout: ParallelConfig, stage: int) -> int:
     """Of one rank: A and B of its stage's adapters. Of a column-parallel linear A is on every tensor rank
-    whole, of a row-parallel one B."""
+    whole, of a row-parallel one B; of q, k and v both where tensor ranks share key-value heads."""
     hidden, tensor = family.hidden, layout.tensor
     queries, keys = family.heads * family.head_dim, family.kv_heads * family.head_dim
-    columns = {"q_proj": queries, "k_proj": keys, "v_proj": keys}
-    columns |= {"gate_proj": family.ffn, "up_proj": family.ffn}
+    cut = 1 if family.splits_kv_heads(tensor) else tensor
+    columns = {"q_proj": queries // cut, "k_proj": keys // cut, "v_proj": keys // cut}
+    columns |= {"gate_proj": family.ffn // tensor, "up_proj": family.ffn // tensor}
     rows = {"o_proj": queries, "down_proj": family.ffn}
-    width = sum(hidden + columns[name] // tensor for name in lora.modules if name in columns)
+    width = sum(hidden + columns[name] for name in lora.modules if name in columns)
     width += sum(rows[name] // tensor + hidden for name in lora.modules if name in rows)
-    return lora.rank * width * (family.layers // layout.pipeline)
+    return lora.rank * width * layers_of(family, layout, stage)
 
 
 def fused_weight_bytes(family: Family, tensor: int, machine: Machine) -> int:
@@ -168,16 +175,27 @@ def layer_activations(family: Family, tensor: int, batch: MicroBatch, machine: M
     twice (once as the projection's input) and gathered keys and values; a gated MLP keeps 2·f before the gate
     and f behind it. On a GPU, silu(gate) is kept too; on CPU it is computed again.
     """
-    queries, keys = family.heads * family.head_dim // tensor, family.kv_heads * family.head_dim // tensor
+    queries = family.heads * family.head_dim // tensor
+    # A head that ranks share is whole on each of them.
+    keys = max(1, family.kv_heads // tensor) * family.head_dim
     per_token = 4 * family.hidden + 3 * queries
     if family.mixture is None:
         per_token += (4 if machine.gpu else 3) * family.ffn // tensor
     if family.qk_norm:
-        # The norms' inputs: queries in a copy, keys within the whole projection.
-        per_token += 2 * queries + 2 * keys
+        # The norms' inputs lie within the whole projection, or what was gathered of it; queries of several
+        # key-value heads in a copy.
+        per_token += gathered_numbers(family, tensor) or queries + 2 * keys
+        per_token += queries if family.kv_heads > tensor else 0
     numbers = batch.tokens * per_token + batch.keys * 2 * keys + batch.mask
     log_sums = batch.tokens * (family.heads // tensor) * FLOAT32
     return numbers * machine.compute_bytes + log_sums + mixture_activations(family, tensor, batch, machine)
+
+
+def gathered_numbers(family: Family, tensor: int) -> int:
+    """Of one token's queries, keys and values on a tensor rank that shares key-value heads: Megatron gathers
+    all heads' and takes its own from them. 0 where heads are not shared."""
+    whole = (family.heads + 2 * family.kv_heads) * family.head_dim
+    return whole if family.splits_kv_heads(tensor) else 0
 
 
 def mixture_activations(family: Family, tensor: int, batch: MicroBatch, machine: Machine) -> int:
@@ -200,11 +218,14 @@ def mixture_activations(family: Family, tensor: int, batch: MicroBatch, machine:
 
 
 def layer_workspace(family: Family, tensor: int, batch: MicroBatch, machine: Machine) -> int:
-    """Gradients of activations at the widest place of a layer's backward pass: that of the gate."""
+    """Gradients of activations at the widest place of a layer's backward pass: that of the gate, or of
+    gathered queries, keys and values, which are copied once to be scattered."""
     if family.mixture is None:
         widest = 4 * family.ffn // tensor
     else:
         widest = family.mixture.chosen * (family.hidden + 4 * family.ffn) // tensor
+    gathered = gathered_numbers(family, tensor)
+    widest = max(widest, 2 * gathered + gathered // tensor)
     return batch.tokens * (2 * family.hidden + widest) * machine.compute_bytes
 
 
@@ -259,7 +280,7 @@ def kept_activations(
     flight (Narayanan et al. 2021, arXiv 2104.04473, section 2.2); here as if there were at least p.
     """
     pipeline = learner.parallel.pipeline
-    layers, in_flight = family.layers // pipeline, pipeline - stage
+    layers, in_flight = layers_of(family, learner.parallel, stage), pipeline - stage
     hidden = batch.tokens * family.hidden * machine.compute_bytes
     full = layer_activations(family, learner.parallel.tensor, batch, machine)
     found = {"activations": layers * full * in_flight}

@@ -43,7 +43,7 @@ def hf_to_megatron(source: Path, target: Path, layout: ParallelConfig, dtype: st
         dtype: Torch's name; None keeps the folder's.
 
     Raises:
-        ValueError: The folder or its architecture is not supported, the layout does not divide it, the types
+        ValueError: The folder or its architecture is not supported, the layout does not fit it, the types
             are mixed, or `target` exists.
     """
     refuse_existing(target)
@@ -129,7 +129,7 @@ def reshard(
         model: As for `megatron_to_hf`; `value_model` the same for the value model.
 
     Raises:
-        ValueError: As `megatron_to_hf`, or the layout does not divide the model, or `target` exists, or it
+        ValueError: As `megatron_to_hf`, or the layout does not fit the model, or `target` exists, or it
             holds adapters.
     """
     refuse_existing(target)

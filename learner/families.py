@@ -132,17 +132,41 @@ class Family:
         """Rows of the embedding after padding to a multiple of the tensor-parallel size."""
         return -(-self.vocab // tensor) * tensor
 
-    def _cut_by_tensor(self) -> dict[str, int]:
-        counts = {"attention heads": self.heads, "key-value heads": self.kv_heads}
-        return counts if self.mixture else {**counts, "ffn": self.ffn}
+    def stage_layers(self, stage: int, pipeline: int) -> range:
+        """The layers of a pipeline stage, of so many stages: equally many on each, and what is left over one
+        each on the stages just before the last.
+
+        The slowest stage sets the pace of all, and the last has the output layer to compute: it never has
+        more than another. Each of the others is as slow wherever the rest goes, but the earlier a stage, the
+        more micro-batches it keeps the activations of, and the first has the embedding too. vLLM deals
+        layers in the same way.
+        """
+        each, over = divmod(self.layers, pipeline)
+        first, end = (s * each + min(over, max(0, s - (pipeline - 1 - over))) for s in (stage, stage + 1))
+        return range(first, end)
+
+    def splits_kv_heads(self, tensor: int) -> bool:
+        """Whether several tensor ranks share a key-value head, and gather it from each other's rows."""
+        return tensor > self.kv_heads
+
+    def _misfit(self, tensor: int) -> str | None:
+        """Why a tensor size does not fit the model; None if it does."""
+        if self.heads % tensor:
+            return f"does not divide the model's {self.heads} attention heads"
+        if self.kv_heads % tensor and tensor % self.kv_heads:
+            return f"neither divides the model's {self.kv_heads} key-value heads nor is a multiple of them"
+        if (rows := (self.heads + 2 * self.kv_heads) * self.head_dim) % tensor:
+            return f"does not divide the model's {rows} rows of queries, keys and values"
+        if self.mixture is None and self.ffn % tensor:
+            return f"does not divide the model's {self.ffn} ffn"
+        return None
 
     def tensor_sizes(self, most: int) -> list[int]:
-        """Those that divide the model."""
-        counts = self._cut_by_tensor().values()
-        return [n for n in range(1, most + 1) if not any(count % n for count in counts)]
+        """Those that fit the model."""
+        return [n for n in range(1, most + 1) if self._misfit(n) is None]
 
     def check_layout(self, parallel: ParallelConfig, key: str = "learner.parallel") -> None:
-        """Refuse a layout that does not divide the model.
+        """Refuse a layout that does not fit the model.
 
         Args:
             key: Its section, for the message.
@@ -150,18 +174,13 @@ class Family:
         Raises:
             ValueError: Says which count and which sizes would work.
         """
-        for what, count in self._cut_by_tensor().items():
-            if count % parallel.tensor:
-                fitting = self.tensor_sizes(16)
-                raise ValueError(
-                    f"{key}.tensor={parallel.tensor} does not divide the model's {count} {what}; "
-                    f"use one of {', '.join(map(str, fitting))}"
-                )
-        if self.layers % parallel.pipeline:
-            fitting = [n for n in range(1, self.layers + 1) if self.layers % n == 0]
+        if (misfit := self._misfit(parallel.tensor)) is not None:
+            fitting = ", ".join(map(str, self.tensor_sizes(16)))
+            raise ValueError(f"{key}.tensor={parallel.tensor} {misfit}; use one of {fitting}")
+        if parallel.pipeline > self.layers:
             raise ValueError(
-                f"{key}.pipeline={parallel.pipeline} does not divide the {self.layers} layers; "
-                f"use one of {', '.join(map(str, fitting))}"
+                f"{key}.pipeline={parallel.pipeline} is more than the model's {self.layers} layers; "
+                f"use {self.layers} or less"
             )
         if self.mixture is None and parallel.expert > 1:
             raise ValueError(f"{key}.expert={parallel.expert}: {self.architecture} has no experts; use 1")
@@ -246,8 +265,18 @@ class Family:
             bias_activation_fusion=False,
             bias_dropout_fusion=False,
             **checkpointing,
+            **self._stages_config(parallel.pipeline),
             **self._mixture_config(parallel),
         )
+
+    def _stages_config(self, pipeline: int) -> dict[str, Any]:
+        """What Megatron has on each stage, by name."""
+        if pipeline == 1:
+            return {}
+        stages = [["decoder"] * len(self.stage_layers(stage, pipeline)) for stage in range(pipeline)]
+        stages[0].insert(0, "embedding")
+        stages[-1].append("loss")
+        return {"pipeline_model_parallel_layout": stages}
 
     def _mixture_config(self, parallel: ParallelConfig) -> dict[str, Any]:
         if self.mixture is None:

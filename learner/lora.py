@@ -28,13 +28,16 @@ def factors(slot: Slot, config: LoraConfig) -> dict[str, tuple[Slot, Slot]]:
     """The slots of A and B of every adapted module whose weight lies in `slot`, by the module's name.
 
     Of a column-parallel weight every tensor rank has A and its rows of B; of a row-parallel one its columns
-    of A, and B.
+    of A, and B. Where tensor ranks share key-value heads, a rank's rows of q, k and v are an equal part of
+    all three together and of none by itself: every rank then has B whole.
     """
     found: dict[str, tuple[Slot, Slot]] = {}
     if slot.expert is not None:
         return found
     home = slot.parameter.removesuffix("weight") + "adapter."
     of_a, of_b = (Slot, StackedSlot) if isinstance(slot, StackedSlot) else (RowSlot, Slot)
+    if isinstance(slot, StackedSlot) and slot.splits_groups:
+        of_b = Slot
     for name, shape in slot.whole:
         path, _, kind = name.rpartition(".")
         module = path.rpartition(".")[2]
@@ -43,7 +46,7 @@ def factors(slot: Slot, config: LoraConfig) -> dict[str, tuple[Slot, Slot]]:
             b = Whole(f"{PEFT}{path}.lora_B.weight", (shape[0], config.rank))
             found[module] = (
                 of_a(f"{home}a.{module}", slot.stage, (a,), slot.tensor),
-                of_b(f"{home}b.{module}", slot.stage, (b,), slot.tensor),
+                of_b(f"{home}b.{module}", slot.stage, (b,), slot.tensor, slot.groups),
             )
     return found
 

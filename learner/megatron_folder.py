@@ -94,7 +94,7 @@ def place(slot: Slot, family: Family, pipeline: int) -> Place:
     found = LAYER.match(slot.parameter)
     if found is None:
         return Place(slot.parameter)
-    layer = slot.stage * (family.layers // pipeline) + int(found[2])
+    layer = family.stage_layers(slot.stage, pipeline)[int(found[2])]
     key = LAYER.sub(r"\1", slot.parameter)
     if slot.expert is None or family.mixture is None:
         return Place(key, (family.layers,), (layer,))

@@ -55,7 +55,7 @@ class PolicyModel(GPTModel):
         super().__init__(
             config,
             block_spec(  # pyright: ignore[reportArgumentType]
-                family.layers // parallel.pp_size(),
+                len(family.stage_layers(parallel.pp_rank(), parallel.pp_size())),
                 family.qk_norm,
                 MixtureLayer if family.mixture else None,
                 adapted,
@@ -162,7 +162,7 @@ def build_model(
         adapters: Freezes the weights and adds new adapters to them.
 
     Raises:
-        ValueError: The architecture is not supported, the layout does not divide it, or weights do not fit.
+        ValueError: The architecture is not supported, the layout does not fit it, or weights do not.
     """
     family = families.read(hf_path, head)
     if checkpoint:

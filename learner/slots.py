@@ -46,7 +46,7 @@ class Slot:
     tensor: int
     """Tensor-parallel size."""
     groups: int = 1
-    """Into how many equal groups of rows a shard's parts are dealt, group by group; 1: part by part."""
+    """Into how many equal groups of rows several tensors are dealt, group by group."""
     expert: int | None = None
     """Which of its layer's experts it belongs to; None: to none."""
     holder: int = 0
@@ -139,10 +139,16 @@ class VocabSlot(RowSlot):
 
 
 class StackedSlot(RowSlot):
-    """Several [out, h] tensors, or [out] biases, each cut along out, stacked in each shard.
+    """Several [out, h] tensors, or [out] biases, stacked in groups of rows, and cut along out.
 
-    q, k and v lie by key-value head: its queries, its key, its value.
+    q, k and v lie by key-value head: its queries, its key, its value. A shard is some whole groups, or, where
+    there are more tensor ranks than groups, an equal part of one, wherever in it that begins and ends; its
+    ranks then gather the products with all of the group (`megatron.core.transformer.attention`).
     """
+
+    @property
+    def splits_groups(self) -> bool:
+        return self.tensor > self.groups
 
     @property
     def shard_shape(self) -> tuple[int, ...]:
@@ -157,31 +163,39 @@ class StackedSlot(RowSlot):
         return [Part((rank * rows, *(0 for _ in columns)), self.shard_shape, 0)]
 
     def read(self, folder: "WholeTensors", rank: int) -> "Tensor":
-        parts = []
-        for name, shape in self.whole:
-            height = shape[0] // self.tensor
-            parts.append(folder.read(name, slice(rank * height, (rank + 1) * height)))
-        return self.stack(parts)
+        # Of whole groups: as many as this rank has, or the one that it has a part of.
+        first = rank * self.groups // self.tensor
+        end = first + max(1, self.groups // self.tensor)
+        heights = [shape[0] // self.groups for _, shape in self.whole]
+        parts = [
+            folder.read(whole.name, slice(first * height, end * height))
+            for whole, height in zip(self.whole, heights, strict=True)
+        ]
+        return self.part_of(self.stack(parts), rank)
 
     def join(self, shards: "list[Tensor]") -> "list[Tensor]":
         import torch
 
-        parts = zip(*(self.unstack(shard) for shard in shards), strict=True)
-        return [torch.cat(part) for part in parts]
+        rows = [shape[0] // self.groups for _, shape in self.whole]
+        parts = torch.cat(shards).unflatten(0, (self.groups, -1)).split(rows, dim=1)
+        return [part.flatten(0, 1) for part in parts]
 
     def stack(self, parts: "list[Tensor]") -> "Tensor":
+        """Rows of each tensor, of the same groups, dealt into those."""
         import torch
 
-        return torch.cat([part.unflatten(0, (self.groups, -1)) for part in parts], dim=1).flatten(0, 1)
+        groups = parts[0].shape[0] * self.groups // self.whole[0].shape[0]
+        return torch.cat([part.unflatten(0, (groups, -1)) for part in parts], dim=1).flatten(0, 1)
 
-    def unstack(self, shard: "Tensor") -> "list[Tensor]":
-        rows = [shape[0] // self.tensor // self.groups for _, shape in self.whole]
-        parts = shard.unflatten(0, (self.groups, -1)).split(rows, dim=1)
-        return [part.flatten(0, 1) for part in parts]
+    def part_of(self, groups: "Tensor", rank: int) -> "Tensor":
+        """A rank's own rows, of whole groups that begin where its own begin."""
+        rows = self.shard_shape[0]
+        start = rank * rows % len(groups)
+        return groups[start : start + rows]
 
 
 class GateUpSlot(StackedSlot):
-    """Gate and up, one after another in each shard, and so too in the uncut parameter."""
+    """Gate and up, one after another in each shard, which is a group, and so too in the uncut parameter."""
 
     def parts(self, rank: int) -> list[Part]:
         found, row = [], 0
@@ -200,9 +214,9 @@ def slots(family: Family, layout: ParallelConfig) -> list[Slot]:
     found: list[Slot] = [
         VocabSlot("embedding.word_embeddings.weight", 0, (Whole("model.embed_tokens.weight", vocab),), tensor)
     ]
-    per_stage = family.layers // pipeline
-    for layer in range(family.layers):
-        found += _layer(family, layer, layer // per_stage, f"decoder.layers.{layer % per_stage}.", layout)
+    for stage in range(pipeline):
+        for number, layer in enumerate(family.stage_layers(stage, pipeline)):
+            found += _layer(family, layer, stage, f"decoder.layers.{number}.", layout)
     norm = Whole("model.norm.weight", (family.hidden,))
     found.append(Slot("decoder.final_layernorm.weight", last, (norm,), tensor))
     if family.head == "score":
@@ -215,7 +229,6 @@ def slots(family: Family, layout: ParallelConfig) -> list[Slot]:
 def _layer(family: Family, layer: int, stage: int, home: str, layout: ParallelConfig) -> list[Slot]:
     hidden, head, tensor = family.hidden, family.head_dim, layout.tensor
     queries, keys = family.heads * head, family.kv_heads * head
-    groups = family.kv_heads // tensor
     source = f"model.layers.{layer}."
 
     def whole(name: str, *shape: int) -> Whole:
@@ -224,10 +237,10 @@ def _layer(family: Family, layer: int, stage: int, home: str, layout: ParallelCo
     qkv = (("q_proj", queries), ("k_proj", keys), ("v_proj", keys))
     weights = tuple(whole(f"self_attn.{name}.weight", rows, hidden) for name, rows in qkv)
     home_qkv = home + "self_attention.linear_qkv."
-    found: list[Slot] = [StackedSlot(home_qkv + "weight", stage, weights, tensor, groups)]
+    found: list[Slot] = [StackedSlot(home_qkv + "weight", stage, weights, tensor, family.kv_heads)]
     if family.qkv_bias:
         biases = tuple(whole(f"self_attn.{name}.bias", rows) for name, rows in qkv)
-        found.append(StackedSlot(home_qkv + "bias", stage, biases, tensor, groups))
+        found.append(StackedSlot(home_qkv + "bias", stage, biases, tensor, family.kv_heads))
     output = whole("self_attn.o_proj.weight", hidden, queries)
     found.append(RowSlot(home + "self_attention.linear_proj.weight", stage, (output,), tensor))
     if family.qk_norm:
@@ -252,7 +265,7 @@ def _mlps(family: Family, source: str, stage: int, home: str, layout: ParallelCo
         *gate_up, down = (f"{source}{name}.weight" for name in names)
         columns = tuple(Whole(name, (ffn, hidden)) for name in gate_up)
         return [
-            GateUpSlot(home + "linear_fc1.weight", stage, columns, tensor, **of),
+            GateUpSlot(home + "linear_fc1.weight", stage, columns, tensor, tensor, **of),
             RowSlot(home + "linear_fc2.weight", stage, (Whole(down, (hidden, ffn)),), tensor, **of),
         ]
 

@@ -138,8 +138,8 @@ def assert_same(got: Run, expected: Run, rel: float) -> None:
         assert torch.allclose(got.weights[name], tensor, rtol=rel, atol=rel), name
 
 
-def make_model(path: Path) -> Path:
-    """A made Llama with 4 heads, 2 of them for keys and values, so that it splits in two every way."""
+def make_model(path: Path, layers: int = 2, kv_heads: int = 2) -> Path:
+    """A made Llama with 4 heads, of which unless told otherwise each part splits in two."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
@@ -147,9 +147,9 @@ def make_model(path: Path) -> Path:
         vocab_size=128,
         hidden_size=32,
         intermediate_size=64,
-        num_hidden_layers=2,
+        num_hidden_layers=layers,
         num_attention_heads=4,
-        num_key_value_heads=2,
+        num_key_value_heads=kv_heads,
         max_position_embeddings=64,
         tie_word_embeddings=True,
         dtype="float32",

@@ -124,7 +124,10 @@ def test_a_plan_takes_less_than_two_seconds_and_says_by_its_exit_code_whether_it
         (("report", "/nowhere"), "/nowhere: no config.yaml in it"),
         (("convert", "megatron-to-hf", "/nowhere", "/nowhere/hf"), "/nowhere: no meta.json in it"),
         (("convert", "hf-to-megatron", "configs", "/nowhere"), "configs/config.json does not exist"),
-        (("plan", PLANNED, "learner.processes=6", "learner.parallel.pipeline=3"), "does not divide the 32"),
+        (
+            ("plan", PLANNED, "learner.processes=66", "learner.parallel.pipeline=33"),
+            "more than the model's 32",
+        ),
     ],
 )
 def test_a_mistake_is_one_line_and_exit_code_2(arguments, told):

@@ -51,7 +51,8 @@ OWN_FUNCTIONS = {
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    return make_model(tmp_path_factory.mktemp("model"))
+    """Two pipeline stages have two layers and one, and two tensor ranks share the key-value head."""
+    return make_model(tmp_path_factory.mktemp("model"), layers=3, kv_heads=1)
 
 
 @pytest.fixture(scope="module")

@@ -90,7 +90,7 @@ APART = (*GAE, "learner.value.path=REWARD")
         (["learner.reference.processes=1"], "learner: algorithm has no reference"),
         (
             [*PLACED, "learner.reference.parallel.pipeline=3", "learner.reference.processes=3"],
-            "learner.reference.parallel.pipeline=3 does not divide the 2 layers",
+            "learner.reference.parallel.pipeline=3 is more than the model's 2 layers; use 2 or less",
         ),
         (
             [*PLACED, "learner.reference.address=tcp://127.0.0.1:5702"],
@@ -104,7 +104,7 @@ APART = (*GAE, "learner.value.path=REWARD")
         (["learner.value.path=model", "learner.value.ranks.processes=1"], "grpo has no value model"),
         (
             [*APART, "learner.value.ranks.parallel.pipeline=3", "learner.value.ranks.processes=3"],
-            "learner.value.ranks.parallel.pipeline=3 does not divide the 2 layers",
+            "learner.value.ranks.parallel.pipeline=3 is more than the model's 2 layers; use 2 or less",
         ),
         (
             [*APART, "learner.value.ranks.address=tcp://127.0.0.1:5702"],

@@ -82,9 +82,9 @@ def test_a_window_that_sequences_would_leave_is_told_and_vllm_alone_may_serve_it
     assert model_folder.served("model.path", str(folder), 128) == []
 
 
-def test_a_layout_that_does_not_divide_the_model_is_told(make_model):
-    (line,) = trained(make_model("plain"), layout=ParallelConfig(tensor=2))
-    assert "learner.parallel.tensor=2 does not divide the model's 1 key-value heads" in line
+def test_a_layout_that_does_not_fit_the_model_is_told(make_model):
+    (line,) = trained(make_model("plain"), layout=ParallelConfig(tensor=4))
+    assert "learner.parallel.tensor=4 does not divide the model's 2 attention heads; use one of 1, 2" in line
 
 
 def test_a_score_head_goes_on_either_kind_of_folder(make_model, reward_folder):

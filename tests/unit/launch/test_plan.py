@@ -10,6 +10,7 @@ from launch.experiment import WholeExperiment
 from launch.plan import (
     GIB,
     Target,
+    engine_ranks,
     kv_bytes_per_token,
     machine_of,
     micro_batch_of,
@@ -112,8 +113,8 @@ def test_a_reference_on_ranks_of_its_own_is_held_there_and_not_beside_the_policy
     few = planned("policy-7b", *alone, *apart, devices=4)
     (told,) = [line for line in changes(few) if line.startswith("devices")]
     assert "4 for the reference" in told
-    with pytest.raises(ValueError, match=r"learner.reference.parallel.pipeline=3 does not divide"):
-        planned("policy-7b", *alone, "learner.reference.processes=3", "learner.reference.parallel.pipeline=3")
+    with pytest.raises(ValueError, match=r"learner.reference.parallel.tensor=3 does not divide"):
+        planned("policy-7b", *alone, "learner.reference.processes=3", "learner.reference.parallel.tensor=3")
 
 
 def test_adapters_are_trained_and_their_base_only_held():
@@ -186,8 +187,8 @@ def test_a_value_model_on_ranks_of_its_own_is_held_there_and_not_beside_the_poli
         line for line in changes(planned(*placed_with(settings, ranks), devices=4)) if "devices" in line
     ]
     assert "4 for the value model" in told
-    with pytest.raises(ValueError, match=r"learner.value.ranks.parallel.pipeline=3 does not divide"):
-        planned(*placed_with(settings, ["processes=3", "parallel.pipeline=3"]))
+    with pytest.raises(ValueError, match=r"learner.value.ranks.parallel.tensor=3 does not divide"):
+        planned(*placed_with(settings, ["processes=3", "parallel.tensor=3"]))
     shared = planned(*placed_with(settings, ["processes=2", "parallel.distributed_optimizer=true"]))
     (kind,) = (kind for kind in shared.kinds if kind.name == "value model")
     assert kind.held["optimizer"] == pytest.approx(2 * first.held["optimizer"], rel=0.1)
@@ -255,6 +256,39 @@ def test_all_ranks_are_counted_whatever_the_pipeline():
         made = planned("policy-175b", f"learner.parallel.pipeline={pipeline}")
         ranks = sum(kind.ranks for kind in made.kinds if kind.name.startswith("learner"))
         assert ranks == 192, pipeline
+
+
+def test_stages_with_unequally_many_layers_are_told_apart():
+    """32 layers on five stages: 6, 6, 7, 7 and 6."""
+    settings = ("learner.processes=10", "learner.parallel.pipeline=5", "learner.parallel.tensor=1")
+    *learner, _ = planned("policy-7b", *settings, "learner.recompute=false").kinds
+    assert [(kind.name, kind.ranks) for kind in learner] == [
+        ("learner stage 1 of 5, rank 0", 1),
+        ("learner stage 1 of 5", 1),
+        ("learner stage 2 of 5", 2),
+        ("learner stages 3 to 4", 4),
+        ("learner stage 5 of 5", 2),
+    ]
+    _, first, six, seven, last = learner
+    layer = budget.layer_parameters(families.read("configs/shapes/llama-2-7b"), 1)
+    assert seven.held["weights"] - six.held["weights"] == 2 * layer
+    whole = budget.whole_parameters(families.read("configs/shapes/llama-2-7b"))
+    assert sum(kind.held["weights"] * kind.ranks for kind in learner) == 2 * 2 * whole
+    kept = [kind.moments["training"]["activations"] for kind in (first, six, seven, last)]
+    each = kept[-1] / 6
+    assert kept == [5 * 6 * each, 4 * 6 * each, 3 * 7 * each, 6 * each], (
+        "layers times micro-batches in flight"
+    )
+
+
+def test_a_server_cannot_cut_key_value_heads_unevenly():
+    family = replace(families.read("configs/shapes/llama-2-7b"), heads=12, kv_heads=4)
+
+    def impossible(tensor):
+        return engine_ranks("x", 1, family, EngineConfig(tensor_parallel=tensor), 2, 128, Target()).impossible
+
+    assert impossible(6) == "6 ranks neither divide its 4 key-value heads nor are a multiple of them"
+    assert [impossible(tensor) for tensor in (1, 2, 4, 12)] == [None] * 4
 
 
 @pytest.mark.parametrize(
@@ -367,9 +401,9 @@ def test_several_plans_end_with_one_verdict():
     assert (told["fits"], [stage["fits"] for stage in told["stages"]]) == (False, [True, False])
 
 
-def test_a_layout_that_does_not_divide_the_model_is_one_line():
-    with pytest.raises(ValueError, match="pipeline=3 does not divide the 32 layers"):
-        planned("policy-7b", "learner.processes=6", "learner.parallel.pipeline=3")
+def test_a_layout_that_does_not_fit_the_model_is_one_line():
+    with pytest.raises(ValueError, match=r"pipeline=33 is more than the model's 32 layers; use 32 or less$"):
+        planned("policy-7b", "learner.processes=66", "learner.parallel.pipeline=33")
 
 
 def test_the_plan_needs_the_models_shape_and_nothing_else(tmp_path):

@@ -3,8 +3,6 @@
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
-from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
@@ -57,34 +55,46 @@ def family_of(name):
 
 
 LAYOUTS = [(1, 1, 1), (2, 1, 1), (4, 1, 1), (1, 2, 1), (2, 2, 1), (2, 4, 1), (1, 1, 4), (2, 2, 2)]
+LAYOUTS += [(8, 1, 1), (1, 3, 1), (2, 3, 2)]
+"""The last ones share key-value heads, or have stages of one and of two layers."""
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_parameters_are_those_of_megatrons_model_on_every_rank(layout, monkeypatch):
-    """Real models; only the group is torch's fake one, so that one process is each rank in turn."""
+def test_parameters_are_those_of_megatrons_model_on_every_rank(layout, as_rank):
     tensor, pipeline, expert = layout
-    world = max(tensor, expert) * pipeline
-    new_group = dist.new_group
-    # Megatron asks for gloo groups beside the default ones: those would look for the other processes.
-    monkeypatch.setattr(dist, "new_group", lambda ranks=None, **_: new_group(ranks, backend="fake"))
-    monkeypatch.setenv("WORLD_SIZE", str(world))
-    for rank in range(world):
-        dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
-        try:
-            config = ParallelConfig(tensor=tensor, pipeline=pipeline, expert=expert)
-            parallel.initialize(config)
+    config = ParallelConfig(tensor=tensor, pipeline=pipeline, expert=expert)
+    for rank in range(max(tensor, expert) * pipeline):
+        with as_rank(config, rank):
+            stage = parallel.pp_rank()
             for name in MIXTURES if expert > 1 else ALL:
                 family = family_of(name)
                 model = PolicyModel(family, family.transformer_config(config, torch.float32, False))
                 expected = sum(parameter.numel() for parameter in model.parameters())
-                assert budget.parameters(family, config, parallel.pp_rank()) == expected, name
+                assert budget.parameters(family, config, stage) == expected, name
                 adapters = LORA[family.mixture is not None]
                 made = PolicyModel(family, family.transformer_config(config, torch.float32, False), True)
                 attach(made, adapters)
                 trained = sum(p.numel() for p in made.parameters() if p.requires_grad)
-                assert budget.adapter_parameters(family, adapters, config) == trained, name
-        finally:
-            parallel.shutdown()
+                assert budget.adapter_parameters(family, adapters, config, stage) == trained, name
+
+
+@pytest.mark.parametrize("kind", [LlamaConfig, Qwen3Config])
+@pytest.mark.parametrize("tensor", [2, 8])
+def test_activations_of_a_tensor_rank_are_what_autograd_keeps(as_rank, tmp_path, kind, tensor):
+    """On two ranks each has a key-value head; eight share the two."""
+    config = kind(**SIZES | {"num_key_value_heads": 2}, head_dim=32)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    layout, family = ParallelConfig(tensor=tensor), families.read(tmp_path)
+    (batch, *_) = micro_batches(400, 96, 4, 496)
+    largest = budget.largest_micro_batch(496, 96, 4, 496)
+    with as_rank(layout, 0):
+        model = build_model(tmp_path, layout, torch.float32)
+        found = kept_bytes(model, batch)
+    layers = budget.kept_activations(
+        family, LearnerConfig(parallel=layout, processes=tensor), 0, largest, CPU
+    )
+    output, _ = budget.output_bytes(family, tensor, largest, CPU)
+    assert found == pytest.approx(sum(layers.values()) + output, rel=0.06)
 
 
 @pytest.mark.parametrize("name", ALL)

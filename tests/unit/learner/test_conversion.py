@@ -215,8 +215,8 @@ def test_what_is_no_checkpoint_or_damaged_is_one_clear_line(make, tmp_path):
 
 def test_a_layout_that_does_not_fit_or_a_target_that_exists_writes_nothing(make, tmp_path):
     source, target = make(), tmp_path / "checkpoint"
-    with pytest.raises(ValueError, match="pipeline=3 does not divide the 4 layers"):
-        conversion.hf_to_megatron(source, target, ParallelConfig(pipeline=3))
+    with pytest.raises(ValueError, match="pipeline=5 is more than the model's 4 layers"):
+        conversion.hf_to_megatron(source, target, ParallelConfig(pipeline=5))
     assert not target.exists()
     target.mkdir()
     for convert in (conversion.hf_to_megatron, conversion.reshard):

@@ -122,11 +122,36 @@ def test_a_tensor_size_that_does_not_divide_the_heads_is_refused_with_those_that
     says = r"tensor=2 does not divide the model's 9 attention heads; use one of 1, 3$"
     with pytest.raises(ValueError, match=says):
         family().check_layout(ParallelConfig(tensor=2))
-    with pytest.raises(ValueError, match="tensor=9 does not divide the model's 3 key-value heads"):
-        family().check_layout(ParallelConfig(tensor=9))
-    with pytest.raises(ValueError, match="pipeline=4 does not divide the 30 layers"):
-        family().check_layout(ParallelConfig(pipeline=4))
+    with pytest.raises(ValueError, match="tensor=5 neither divides the model's 3 key-value heads nor is a"):
+        family(num_attention_heads=15).check_layout(ParallelConfig(tensor=5))
+    with pytest.raises(ValueError, match="tensor=9 does not divide the model's 960 rows of queries, keys"):
+        family(intermediate_size=1152).check_layout(ParallelConfig(tensor=9))
     family().check_layout(ParallelConfig(tensor=3, pipeline=2))
+
+
+def test_tensor_ranks_may_share_key_value_heads():
+    shared = family(num_attention_heads=12, num_key_value_heads=2, head_dim=64)
+    assert shared.tensor_sizes(16) == [1, 2, 4]
+    assert [shared.splits_kv_heads(tensor) for tensor in (1, 2, 4)] == [False, False, True]
+    assert family(num_attention_heads=8, num_key_value_heads=1).tensor_sizes(16) == [1, 2, 4, 8]
+
+
+def test_what_no_stage_gets_by_division_goes_to_those_before_the_last():
+    def stages(layers, pipeline):
+        made = family(num_hidden_layers=layers)
+        made.check_layout(ParallelConfig(pipeline=pipeline))
+        ranges = [made.stage_layers(stage, pipeline) for stage in range(pipeline)]
+        assert [layer for layers in ranges for layer in layers] == [*range(layers)]
+        return [len(layers) for layers in ranges]
+
+    assert stages(30, 3) == [10, 10, 10]
+    assert stages(3, 2) == [2, 1]
+    assert stages(5, 3) == [2, 2, 1]
+    assert stages(30, 4) == [7, 8, 8, 7]
+    assert stages(29, 4) == [7, 7, 8, 7]
+    assert stages(4, 4) == [1, 1, 1, 1]
+    with pytest.raises(ValueError, match=r"pipeline=5 is more than the model's 4 layers; use 4 or less$"):
+        stages(4, 5)
 
 
 def test_the_vocabulary_is_padded_to_the_tensor_size():
