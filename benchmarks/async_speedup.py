@@ -58,7 +58,8 @@ def main() -> None:
         return
     alone = run_alone(experiment("alone", options.steps), options.steps)
     ideal = (alone.generate + alone.train) / max(alone.generate, alone.train)
-    print(f"Tg {alone.generate:.2f} s, Tt {alone.train:.2f} s, ideal {ideal:.2f}, {recorded(alone.costs)}", flush=True)
+    print(f"Tg {alone.generate:.2f} s, Tt {alone.train:.2f} s, ideal {ideal:.2f}", flush=True)
+    print(recorded(alone.costs), flush=True)
     together = run_together(experiment("alone", options.steps), 2 * options.steps)
     print("at once and unconnected:", together, flush=True)
     runs = [one(*setting, options.steps, alone) for setting in SETTINGS]
