@@ -39,7 +39,8 @@ def found_in(root: Path) -> list[Path]:
     """Complete ones, oldest first; not by name, whose six digits a step may outgrow. A copy by another name
     is nobody's."""
     folders = (meta.parent for meta in root.glob(f"step-*/{META}"))
-    return sorted((f for f in folders if f.name.removeprefix("step-").isdecimal()), key=step_of)
+    named = (f for f in folders if f.name.removeprefix("step-").isdecimal())
+    return sorted((f for f in named if f == of_step(root, step_of(f))), key=step_of)
 
 
 def leftovers(root: Path) -> Iterator[Path]:

@@ -56,5 +56,8 @@ def _listens_on(handle: socket.socket, addresses: bytes) -> bool:
         return False
     if not handle.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
         return False
-    host, port = handle.getsockname()[:2]
-    return struct.pack("!H", port) in addresses and socket.inet_pton(handle.family, host) in addresses
+    host, port, *more = handle.getsockname()
+    # Side by side, as in the kernel's form: each for itself, the bytes of another port may lie anywhere.
+    flow = struct.pack("!I", more[0]) if more else b""
+    address = socket.inet_pton(handle.family, host.partition("%")[0])
+    return struct.pack("!H", port) + flow + address in addresses

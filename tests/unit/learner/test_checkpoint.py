@@ -120,7 +120,8 @@ def test_a_folder_without_meta_is_no_checkpoint(written, tmp_path):
 
 def test_steps_beyond_a_million_are_newer_and_a_copy_by_another_name_is_nobodys(written, tmp_path):
     copied = written(999_990)
-    shutil.copytree(copied, copied.with_name("step-999999.kept"))
+    for name in ("step-999999.kept", "step-0999999"):
+        shutil.copytree(copied, copied.with_name(name))
     written(1_000_000)
     checkpoints = Checkpoints(tmp_path, 2, SETUP)
     assert checkpoints._newest_whole() == 1_000_000
