@@ -27,7 +27,7 @@ def changes(plan: Plan) -> list[str]:
     for part, tries in (("learner", _learner_tries(plan)), ("rollout server", _server_tries(plan))):
         if not _too_large(plan, part):
             continue
-        best = next((s for s in tries if not _too_large(_changed(plan, s), part)), None)
+        best = next((s for s in tries if _fits(plan, s, part)), None)
         if best is None:
             found.append(f"{part}: no layout tried fits; take devices of more memory or a smaller model")
             continue
@@ -53,6 +53,13 @@ def _too_large(plan: Plan, part: str) -> bool:
         too_much = sum(kind.total * kind.ranks for kind in kinds) > limit
         return too_much or any(kind.impossible for kind in kinds)
     return any(kind.impossible or kind.total > limit for kind in kinds)
+
+
+def _fits(plan: Plan, settings: Settings, part: str) -> bool:
+    try:
+        return not _too_large(_changed(plan, settings), part)
+    except ValueError:  # another model of the experiment, PPO's value model say, cannot be cut this way
+        return False
 
 
 def _changed(plan: Plan, settings: Settings) -> Plan:

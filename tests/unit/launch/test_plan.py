@@ -311,6 +311,19 @@ def test_what_is_proposed_fits(overrides):
     assert changed.reasons() == []
 
 
+def test_a_layout_that_the_value_model_refuses_is_not_proposed(tmp_path):
+    shape = json.loads((HOME / "configs/shapes/llama-2-7b/config.json").read_text())
+    shape |= {"num_attention_heads": 3, "num_key_value_heads": 3, "hidden_size": 384, "num_hidden_layers": 2}
+    (tmp_path / "config.json").write_text(json.dumps(shape))
+    settings = ("learner.algorithm.advantage=gae", f"learner.value.path={tmp_path}", "learner.processes=2")
+    settings += ("learner.parallel.tensor=1", "learner.parallel.distributed_optimizer=false")
+    made = planned("policy-7b", *settings, device_gib=80)
+    assert made.reasons()
+    proposed = " ".join(changes(made))
+    assert "parallel.tensor" not in proposed, "three heads are cut by no power of two"
+    assert "learner.parallel.pipeline=2" in proposed
+
+
 def test_a_model_that_no_layout_saves_is_told_so():
     made = planned("policy-70b", device_gib=1)
     assert changes(made)[0] == (
