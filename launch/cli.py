@@ -56,6 +56,10 @@ Config = Annotated[Path, typer.Argument(metavar="CONFIG", help="The experiment's
 Overrides = Annotated[
     list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Override the file: learner.steps=20")
 ]
+PipelineOverrides = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[KEY=VALUE]...", help="Override the pipeline's own file: run_dir=runs/second"),
+]
 RunDir = Annotated[Path, typer.Argument(metavar="RUN_DIR", help="The run's folder.")]
 
 
@@ -155,7 +159,7 @@ def _become_job(service: str, key: str, model: str, config: Path, overrides: lis
 @app.command()
 def pipeline(
     config: Annotated[Path, typer.Argument(metavar="PIPELINE", help="The pipeline's YAML file.")],
-    overrides: Overrides = None,
+    overrides: PipelineOverrides = None,
 ) -> None:
     """Run stages one after the other, such as SFT, reward model and RL; the same command again resumes."""
     from launch import pipeline
@@ -313,7 +317,9 @@ def tune(
     ] = None,
     publish_seconds: Annotated[float, typer.Option(min=0, help="To send a version.")] = 0.0,
     pause_seconds: Annotated[float, typer.Option(min=0, help="Of a server, to load one.")] = 0.0,
-    spread: Annotated[float, typer.Option(min=0, help="Of a group's seconds: σ of their logarithm.")] = 0.5,
+    spread: Annotated[
+        float, typer.Option(min=0, max=4, help="Of a group's seconds: σ of their logarithm.")
+    ] = 0.5,
     contention: Annotated[
         float,
         typer.Option(min=0, max=1, help="0: groups in hand do not slow each other down; 1: they share."),

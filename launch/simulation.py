@@ -19,7 +19,11 @@ NEVER = math.inf
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """Seconds, as measured or assumed."""
+    """Seconds, as measured or assumed.
+
+    Raises:
+        ValueError: One is negative or not finite.
+    """
 
     work: tuple[float, ...]
     """Of a group alone on its server: the distribution, drawn from evenly. What makes one group slower than
@@ -40,6 +44,13 @@ class Costs:
     pace: tuple[float, ...] = (1.0,)
     """So many times as long all groups take that a server has in hand at once: the distribution. Not part of
     `work`, because groups of one length stay abreast of each other however slow their server is."""
+
+    def __post_init__(self) -> None:
+        for name in self.__dataclass_fields__:
+            value = getattr(self, name)
+            wrong = [v for v in (value if isinstance(value, tuple) else (value,)) if not 0 <= v < NEVER]
+            if wrong:
+                raise ValueError(f"the cost {name!r} is {wrong[0]}; expected a finite number, 0 or more")
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,9 +255,14 @@ class Simulation:
         setting: What is tried out.
         pool: The buffer.
         seed: Of loads and paces; those of work are the pool's.
+
+    Raises:
+        ValueError: Groups take no time at all.
     """
 
     def __init__(self, costs: Costs, setting: Setting, pool: Pool, seed: int = 1) -> None:
+        if not max(costs.work):
+            raise ValueError("generating takes 0 s, of every group that was measured; expected more")
         self.now = 0.0
         self._costs = costs
         self._setting = setting

@@ -2,6 +2,7 @@
 
 import json
 import random
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 
@@ -342,3 +343,19 @@ def test_costs_may_be_assumed_without_a_run(tmp_path, config_file):
     told = json.loads((folder / "tuning.json").read_text())
     assert told["own_setting"] == []
     assert told["trials"][1]["samples_per_second"] > told["trials"][0]["samples_per_second"]
+
+
+@pytest.mark.parametrize(
+    ("costs", "told"),
+    [
+        ({"train": float("inf")}, "the cost 'train' is inf; expected a finite number"),
+        ({"work": (1.0, float("nan"))}, "the cost 'work' is nan"),
+        ({"load": (-1.0,)}, "the cost 'load' is -1.0"),
+        ({"work": (0.0, 0.0)}, "generating takes 0 s"),
+    ],
+)
+def test_costs_that_nothing_can_have_are_one_line(costs, told):
+    setting = setting_of(OWN, ROLLOUT, 1, 1, 4)
+    assert setting is not None
+    with pytest.raises(ValueError, match=told):
+        simulate(replace(COSTS, **costs), setting, 5, 1)
