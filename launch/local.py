@@ -13,6 +13,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from buffer.database import RunLock
 from buffer.experiment import Experiment
 from launch import resuming
 from launch.experiment import WholeExperiment, addresses, apart, differences, dump, resolved, reward_models
@@ -68,6 +69,7 @@ def run(experiment: WholeExperiment, command: str, console: Console, plan: Plan 
         if is_finished(experiment, history):
             return _tell_finished(experiment, console)
         resuming.check(experiment)
+        RunLock(run_dir).release()  # refused before all is started: a buffer that was started by hand lives
         experiment = settle(experiment)
         config = write_config(experiment, console)
         services = (plan or plan_services)(experiment, config)

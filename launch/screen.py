@@ -44,6 +44,7 @@ ALARM = re.compile(
     r"(buffer|sync|rollout|learner)\b[\w.]*: (?P<text>.*)"
 )
 """Of the services' own loggers; those of vLLM and torch are in the log files for those who look."""
+STOPPING = "stopping"
 LONGEST_ALARM = 300
 """Characters of one that are shown."""
 MOST_ALARMS = 4
@@ -106,12 +107,14 @@ class Screen:
         elapsed = time.monotonic() - self.started
         states, alarms = self.watched.states(), list(self.alarms.last)
         width = self.console.width - ECHO_WIDTH
-        phase = "stopping" if self.stopping else phase_of(self.experiment, self.history)
-        return render(self.experiment, self.history, phase, states, elapsed, alarms, width)
+        return render(self.experiment, self.history, self._phase(), states, elapsed, alarms, width)
+
+    def _phase(self) -> str:
+        return STOPPING if self.stopping else phase_of(self.experiment, self.history)
 
     def _tell(self, fresh: list[Record], alarms: list[str]) -> None:
-        phase = phase_of(self.experiment, self.history)
-        if phase != self._told_phase and phase != "training":
+        phase = self._phase()
+        if phase not in (self._told_phase, "training", STOPPING):
             self.say(phase)
         self._told_phase = phase
         for record in fresh:

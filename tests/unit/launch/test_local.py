@@ -16,6 +16,8 @@ import pytest
 import yaml
 from rich.console import Console
 
+from buffer.database import RunLock
+from buffer.errors import BufferInUse
 from buffer.experiment import ConfigError
 from launch import local, services
 from launch.experiment import read
@@ -382,3 +384,12 @@ def test_a_buffer_started_by_hand_leaves_the_experiment_for_the_report(config_fi
     path.write_text("name: kept\n")
     local.keep_config(e)
     assert path.read_text() == "name: kept\n"
+
+
+def test_a_folder_whose_buffer_lives_is_refused_before_anything_starts(start, tmp_path):
+    lock = RunLock(tmp_path / "run")
+    with pytest.raises(BufferInUse, match=f"in use by another buffer .process {os.getpid()}"):
+        start(FINISHES)
+    assert not (tmp_path / "run" / "logs").exists()
+    lock.release()
+    assert start(FINISHES)[0] == 0

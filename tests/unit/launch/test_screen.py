@@ -121,6 +121,17 @@ def test_a_long_silence_is_filled(make_run, config_file, monkeypatch):
     assert last == "still starting · 0 s"
 
 
+def test_a_run_that_stops_tells_of_no_new_phase(make_run, config_file, monkeypatch):
+    monkeypatch.setattr("launch.screen.LONGEST_SILENCE_S", 0.0)
+    output = io.StringIO()
+    with Screen(
+        read(config_file, []), History(make_run(steps=0)), Running(), Console(file=output, width=80)
+    ) as screen:
+        screen.stopping = True
+        screen.update()
+    assert output.getvalue().splitlines() == ["eval of version 0: 0.200", "still stopping · 0 s"]
+
+
 def test_a_long_evaluation_is_told_with_what_is_left_of_it(make_run, config_file, monkeypatch):
     monkeypatch.setattr("launch.screen.LONGEST_SILENCE_S", 0.0)
     output, history = io.StringIO(), evaluating(make_run, 16)
