@@ -8,6 +8,7 @@ import platform
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -43,8 +44,9 @@ class Finding:
     told: str
 
 
-def diagnose(config: Path | None = None, overrides: list[str] | None = None) -> list[Finding]:
-    """
+def diagnose(config: Path | None = None, overrides: list[str] | None = None) -> Iterator[Finding]:
+    """Each as soon as it is known.
+
     Args:
         config: An experiment to check too: its file, its model, its ports.
         overrides: `section.key=value` texts, as `slipstream run` takes them.
@@ -53,25 +55,26 @@ def diagnose(config: Path | None = None, overrides: list[str] | None = None) -> 
         ConfigError: The experiment has a mistake.
     """
     experiment = read(config, overrides or []) if config else None  # a mistake in it is told at once
-    findings = [_python(), _cores(), _memory(), _disk(), _packages_of_the_repo()]
-    findings += [_module(module, names) for module, names in MODULES.items()]
-    findings += [_torch(), *_clashes(), _gpus()]
+    yield from (_python(), _cores(), _memory(), _disk(), _packages_of_the_repo())
+    yield from (_module(module, names) for module, names in MODULES.items())
+    yield _torch()
+    yield from (*_clashes(), _gpus())
     listening = {"buffer.address": BufferConfig().address, "sync.address": SyncConfig().address}
     if experiment is not None:
         listening = addresses(experiment)
-        findings.append(
-            Finding("ok", "experiment", f"{config}: no mistakes found, model {experiment.model.path}")
-        )
-    return findings + [_port(key.removesuffix(".address"), address) for key, address in listening.items()]
+        told = f"{config}: no mistakes found (its data are not read here), model {experiment.model.path}"
+        yield Finding("ok", "experiment", told)
+    yield from (_port(key.removesuffix(".address"), address) for key, address in listening.items())
 
 
-def print_diagnosis(findings: list[Finding], console: Console) -> int:
+def print_diagnosis(findings: Iterable[Finding], console: Console) -> int:
     """Returns: the exit code, 1 when something would keep a run from starting."""
+    bad = []
     for finding in findings:
+        bad += [finding.what] if finding.level == "bad" else []
         console.print(
             f" {MARKS[finding.level]} {finding.what:<14} {finding.told}", highlight=False, soft_wrap=True
         )
-    bad = [f.what for f in findings if f.level == "bad"]
     console.print(f"not ready: {', '.join(bad)}" if bad else "ready", style="bold", highlight=False)
     return 1 if bad else 0
 
@@ -139,7 +142,8 @@ def _torch() -> Finding:
             check=False,
         )
     except subprocess.TimeoutExpired:
-        return Finding("bad", "import torch", f"takes more than {PROBE_TIMEOUT_S:.0f} s")
+        told = f"not done within {PROBE_TIMEOUT_S:.0f} s: the machine is busy, or its disk slow"
+        return Finding("note", "import torch", told)
     if probe.returncode:
         return Finding("bad", "import torch", (probe.stderr.strip().splitlines() or ["fails"])[-1])
     version, cuda = json.loads(probe.stdout)

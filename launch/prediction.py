@@ -82,13 +82,20 @@ def generate(
 
 
 def evaluate(experiment: PredictionExperiment, folder: Path, console: Console) -> None:
-    """Score the model on the `eval` section's prompts, and show the results."""
+    """Score the model on the `eval` section's prompts, and show the results.
+
+    Raises:
+        ValueError: There is no such section, or what `offline.evaluate` refuses.
+    """
+    config = experiment.eval
+    if config is None:
+        raise ValueError("evaluate: the experiment has no `eval` section; expected eval.source at least")
     from rollout import offline
 
     with engine_log(folder / "engine.log") as terminal, progress("evaluating", terminal) as told:
-        results = offline.evaluate(experiment, folder, told)
+        results = offline.evaluate(experiment, config, folder, told)
     console.print(table_of(results))
-    target = experiment.eval.target if experiment.eval else None
+    target = config.target
     if target is not None and "score" in results:
         verdict = "REACHED" if results["score"] >= target else "NOT reached"
         console.print(f"target {target:g} {verdict}")

@@ -11,6 +11,8 @@ FURTHEST_RHO = 0.05
 class Alarms:
     """Which are ringing; a number that is None neither starts nor ends one."""
 
+    dtype: str
+    """Of the model: it decides what the advice may be."""
     ringing: set[str] = field(default_factory=set)
 
     def hear(self, step: int, ess: float | None, rho: float | None) -> list[str]:
@@ -28,11 +30,14 @@ class Alarms:
                 "truncate the weights (learner.algorithm.correction.cap)"
             )
         if self._starts("rho", None if rho is None else abs(rho - 1) > FURTHEST_RHO):
+            disagree = (
+                "If it has been from the first step on, learner and engine disagree about the same weights: "
+                "try model.dtype=float32. If it grew, tokens"
+            )
             lines.append(
-                f"step {step}: the mean of ρ is {rho:.3f}, off 1 by more than {FURTHEST_RHO:g}. If it has "
-                "been from the first step on, learner and engine disagree about the same weights: try "
-                "model.dtype=float32. If it grew, tokens are too old: lower buffer.max_staleness or "
-                "learner.optimizer.lr"
+                f"step {step}: the mean of ρ is {rho:.3f}, off 1 by more than {FURTHEST_RHO:g}. "
+                f"{'Tokens' if self.dtype == 'float32' else disagree} are too old: lower "
+                "buffer.max_staleness or learner.optimizer.lr"
             )
         return lines
 

@@ -33,7 +33,7 @@ class Reporter:
         self._samples_every = experiment.logging.samples_every
         self._counted, self._counted_before = counted, counted()
         # Of groups that were recorded ρ tells nothing: no weights of this run sampled them.
-        self._alarms = Alarms() if experiment.rollout.recorded is None else None
+        self._alarms = Alarms(experiment.model.dtype) if experiment.rollout.recorded is None else None
         self.timed = Timings()
         self._started = time.perf_counter()
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import uvloop
 
-from buffer.experiment import PromptSource
+from buffer.experiment import EvalConfig, PromptSource
 from buffer.pass_rate import part_means, rates
 from buffer.prompts import PromptRows, fingerprint
 from buffer.rendering import Renderer
@@ -55,8 +55,10 @@ def generate(
     uvloop.run(_predict(experiment, rows, plan, path, told, scored=False))
 
 
-def evaluate(experiment: PredictionExperiment, folder: Path, told: Told) -> dict[str, Any]:
-    """Sample and score the `eval` section's prompts.
+def evaluate(
+    experiment: PredictionExperiment, config: EvalConfig, folder: Path, told: Told
+) -> dict[str, Any]:
+    """Sample and score the prompts of an `eval` section.
 
     Writes `samples.jsonl` (every completion with its reward) and `results.json` into the folder.
 
@@ -64,12 +66,8 @@ def evaluate(experiment: PredictionExperiment, folder: Path, told: Told) -> dict
         What `results.json` holds: score, standard error, pass@k, parts of the reward, counts.
 
     Raises:
-        ValueError: There is no `eval` section, a reward model's folder cannot be one, or as `open_rows` and
-            `generate`.
+        ValueError: A reward model's folder cannot be one, or as `open_rows` and `generate`.
     """
-    config = experiment.eval
-    if config is None:
-        raise ValueError("evaluate: the experiment has no `eval` section; expected eval.source at least")
     for name, reward in experiment.rollout.rewards.items():
         if isinstance(reward, ModelReward) and reward.weight != 0:
             model_reward(experiment.rollout, experiment.model, name)

@@ -4,6 +4,8 @@ import re
 from pathlib import Path
 from types import SimpleNamespace
 
+import pytest
+
 from launch import doctor
 
 README = (Path(__file__).parents[3] / "README.md").read_text()
@@ -27,3 +29,14 @@ def test_too_little_for_the_demo_is_told_with_what_it_takes(monkeypatch):
     assert with_free(3.4) == doctor.Finding(
         "note", "disk", "3 GB free here; a run of the demo writes up to 5"
     )
+
+
+def test_a_torch_that_is_slow_to_import_keeps_no_run_from_starting(monkeypatch):
+    monkeypatch.setattr(doctor, "PROBE_TIMEOUT_S", 0.001)
+    assert doctor._torch().level == "note"
+
+
+def test_each_finding_is_told_before_the_next_is_looked_for(monkeypatch):
+    monkeypatch.setattr(doctor, "_torch", lambda: pytest.fail("looked for"))
+    findings = doctor.diagnose()
+    assert [next(findings).what for _ in range(4)] == ["python", "cores", "memory", "disk"]

@@ -11,8 +11,8 @@ from learner.metrics import Journal, StepReport
 from learner.reporting import Reporter
 
 
-def heard(numbers) -> list[str]:
-    alarms = Alarms()
+def heard(numbers, dtype="bfloat16") -> list[str]:
+    alarms = Alarms(dtype)
     return [line for step, (ess, rho) in enumerate(numbers) for line in alarms.hear(step, ess, rho)]
 
 
@@ -31,6 +31,9 @@ def test_a_mean_off_one_is_told_on_either_side(rho):
     (line,) = heard([(1.0, rho), (1.0, rho)])
     assert f"the mean of ρ is {rho:.3f}" in line
     assert "model.dtype=float32" in line
+    (line,) = heard([(1.0, rho)], "float32")
+    assert "dtype" not in line
+    assert "lower buffer.max_staleness" in line
 
 
 def test_both_may_ring_at_once():
