@@ -1,9 +1,17 @@
 """A process, this one or another, that may open no file any more."""
 
+import json
 import os
 import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
+from multiprocessing.connection import Connection
+
+import torch
+
+from sync.buckets import spec_of
+from sync.config import SyncConfig
+from sync.publisher import Publisher
 
 
 @contextmanager
@@ -19,3 +27,26 @@ def none_left(process: int) -> Iterator[None]:
         yield
     finally:
         resource.prlimit(process, resource.RLIMIT_NOFILE, before)
+
+
+def publish_without_handles(address: str, members: int, events: Connection) -> None:
+    """A learner's process: three publishes for which no file can be opened, then one for which they can."""
+    tensor = torch.ones(7)
+    publisher = Publisher(SyncConfig(address=address), "test", torch.device("cpu"))
+    publisher.start()
+    try:
+        publisher.wait_for_members(members, 30)
+        told = []
+
+        def publish() -> None:
+            publisher.publish(0, [spec_of("bias", tensor)], iter([("bias", tensor)]))
+            report = publisher.wait_loaded()
+            told.append({"members": report.members, "lost": report.lost})
+
+        with none_left(os.getpid()):
+            for _ in range(3):
+                publish()
+        publish()
+        events.send_bytes(json.dumps(told).encode())
+    finally:
+        publisher.close()
