@@ -50,7 +50,7 @@ fuzz: setup
 	FUZZ_EXAMPLES=100000 FUZZ_RECORD=benchmarks/results/fuzz.json \
 	$(BIN)/python -m pytest -q -n 2 --dist worksteal --timeout 3600 tests/fuzz
 
-# Services and their processes killed at random for ten minutes, and what was seen of it.
+# Services and their processes killed at random, twice ten minutes, and what was seen of it.
 chaos: setup
 	CHAOS_SECONDS=600 CHAOS_RECORD=benchmarks/results/chaos.json $(BIN)/python -m pytest -q tests/integration/test_chaos.py
 

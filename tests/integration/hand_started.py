@@ -19,14 +19,26 @@ BIN = Path(sys.executable).parent
 
 
 def commands() -> dict[str, list[str]]:
-    """Service → the command that the README gives for it; only some runs have a scorer."""
+    """Service → the command that the README gives for it; only some runs have a scorer or ranks apart."""
     text = (HOME / "README.md").read_text()
     (block,) = re.findall(r"## The services, each on its own.*?```\n(.*?)```", text, re.DOTALL)
-    lines = {"scorer": ["slipstream", "scorer", "experiment.yaml", "--name", "helpful"]}
+    lines = {role: ["slipstream", role, "experiment.yaml"] for role in ("scorer", "reference", "value")}
+    lines["scorer"] += ["--name", "helpful"]
     for line in block.splitlines():
         words = shlex.split(line)
         lines[words[1]] = words
     return lines
+
+
+PROGRAMS = {
+    "buffer": "buffer",
+    "rollout": "rollout",
+    "rollout.scorer": "scorer",
+    "learner": "learner rank",
+    "learner.reference": "reference rank",
+    "learner.value": "value rank",
+}
+"""Module → what its processes are called here."""
 
 
 class Services:
@@ -103,12 +115,10 @@ class Processes:
     def _kind(self, words: list[str]) -> str:
         if words[0].startswith("VLLM::"):
             return "engine core" if "Core" in words[0] else "engine worker"
-        if "-m" in words and words[words.index("-m") + 1] == "learner" and "--nproc-per-node" not in words:
-            return "learner rank"
-        for kind in ("buffer", "rollout"):
-            if kind in words:
-                return kind
-        return "torchrun" if "--nproc-per-node" in words else "helper"
+        if "--nproc-per-node" in words:
+            return "torchrun"
+        program = words[words.index("-m") + 1] if "-m" in words else ""
+        return PROGRAMS.get(program, "helper")
 
 
 @contextmanager

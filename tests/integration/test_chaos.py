@@ -1,7 +1,8 @@
 """Every service and process of a run killed with -9 at random moments, one after the other, under load.
 
-    make chaos                          ten minutes of it, and what was seen in benchmarks/results/chaos.json
+    make chaos             ten minutes of each, and what was seen in benchmarks/results/chaos.json
 
+Of a run with two servers and a rule for a reward, and of PPO with four models in processes of their own.
 `CHAOS_SECONDS` says for how long, `CHAOS_SEED` which moments and victims.
 """
 
@@ -12,6 +13,7 @@ import signal
 import time
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hand_started import HOME, Processes, Services, assert_trained_once, services
@@ -27,22 +29,35 @@ ENDLESS, MORE = 1_000_000, 4
 """Steps while there is chaos; steps to be made in peace afterwards."""
 CALM_S = 240
 """At the longest from a kill to the learner's next step, of which a server's start takes the most."""
+TWO_SERVERS = {"buffer": "buffer", "server-0": "rollout", "server-1": "rollout", "learner": "learner"}
+FOUR_MODELS = {role: role for role in ("buffer", "scorer", "reference", "value", "learner")}
+FOUR_MODELS |= {"server-0": "rollout"}
 VICTIMS = ("buffer", "rollout", "engine core", "engine worker", "learner rank", "torchrun")
-NAMES = {"buffer": "buffer", "server-0": "rollout", "server-1": "rollout", "learner": "learner"}
+APART = ("scorer", "reference rank", "value rank")
 
 
 class Chaos:
     """A run whose services are started again whenever one has ended."""
 
-    def __init__(self, folder: Path, running: Services) -> None:
+    def __init__(
+        self, folder: Path, running: Services, names: dict[str, str], victims: tuple[str, ...]
+    ) -> None:
+        """Args:
+        folder: Where it is at work.
+        running: Its processes.
+        names: Of all of its services, with the role of each.
+        victims: What may be killed, each as often as the others.
+        """
         self.running = running
+        self.names = names
+        self.victims = victims
         self.processes = Processes(folder)
         self.random = random.Random(SEED)
         self.kills: Counter[str] = Counter()
         self.calm_seconds: list[float] = []
 
     def revive(self, *more: str) -> None:
-        for name, service in NAMES.items():
+        for name, service in self.names.items():
             process = self.running.running.get(name)
             if process is None or process.poll() is not None:
                 self.running.start(service, name if service == "rollout" else None, *more)
@@ -54,22 +69,21 @@ class Chaos:
         while len(self.running.rows()) < goal:
             self.revive(*more)
             waited = time.monotonic() - started
-            told = "\n".join(f"== {name}\n{self.running.log(name)[-2000:]}" for name in NAMES)
+            told = "\n".join(f"== {name}\n{self.running.log(name)[-2000:]}" for name in self.names)
             assert waited < CALM_S, f"no step within {CALM_S} s after {dict(self.kills)}\n{told}"
             time.sleep(0.2)
         self.calm_seconds.append(time.monotonic() - started)
 
     def stop(self) -> None:
-        """As Ctrl-C does; a server that is just starting ends with another code than 0."""
-        for process in self.running.running.values():
+        """As Ctrl-C does, the learner first, which writes a checkpoint with the others' part in it; a server
+        that is just starting ends with another code than 0."""
+        running = self.running.running
+        for process in (running["learner"], *running.values()):
             process.send_signal(signal.SIGINT)
-        for process in self.running.running.values():
             process.wait(120)
 
     def kill(self) -> None:
-        kind = self.random.choice(
-            ["buffer", "rollout", "engine core", "engine worker", "learner rank", "torchrun"]
-        )
+        kind = self.random.choice(self.victims)
         victims = [pid for pid, of in self.processes.all().items() if of == kind]
         if victims:
             os.kill(self.random.choice(sorted(victims)), signal.SIGKILL)
@@ -78,15 +92,48 @@ class Chaos:
 
 @pytest.mark.long
 def test_a_run_survives_whatever_is_killed(make_experiment, free_address):
+    survives("two servers", make_experiment, free_address, TWO_SERVERS, VICTIMS, {}, {})
+
+
+@pytest.mark.long
+def test_ppo_with_four_models_survives_whatever_is_killed(make_experiment, free_address, made_reward_model):
+    engine = {"kv_cache_gib": 0.25, "max_num_seqs": 64}
+    helpful = {"model": str(made_reward_model), "dtype": "float32", "engine": engine}
+    rollout = {"rewards": {"helpful": helpful | {"address": free_address()}}}
+    learner = {
+        "algorithm": {"advantage": "gae", "kl": {"coefficient": 0.05, "placement": "reward"}},
+        "reference": {"address": free_address()},
+        "value": {"path": str(made_reward_model), "ranks": {"address": free_address()}},
+    }
+    victims = (*VICTIMS, *APART)
+    survives("four models", make_experiment, free_address, FOUR_MODELS, victims, rollout, learner)
+
+
+def survives(
+    kind: str,
+    make_experiment,
+    free_address,
+    names: dict[str, str],
+    victims: tuple[str, ...],
+    rollout: dict[str, Any],
+    learner: dict[str, Any],
+) -> None:
+    """Make such a run, kill what it has, and look at what came of it."""
     folder: Path = make_experiment(
         "chaos",
+        rollout=rollout,
         buffer={"groups_per_batch": GROUPS, "address": free_address(), "lease_timeout_s": 20},
         sync={"address": free_address()},
-        learner={"steps": ENDLESS, "optimizer": {"lr": 1e-4}, "checkpoint": {"every": 3, "keep": 2}},
+        learner={
+            "steps": ENDLESS,
+            "optimizer": {"lr": 1e-4},
+            "checkpoint": {"every": 3, "keep": 2},
+            **learner,
+        },
         eval=None,
     )
     with services(folder) as running:
-        chaos = Chaos(folder, running)
+        chaos = Chaos(folder, running, names, victims)
         chaos.wait_for_steps(1)
         end = time.monotonic() + SECONDS
         while time.monotonic() < end:
@@ -104,20 +151,23 @@ def test_a_run_survives_whatever_is_killed(make_experiment, free_address):
     over = assert_trained_once(folder, steps * GROUPS, PROMPTS)
     assert max(row["staleness/max"] for row in rows) <= 2
     if RECORD:
-        record(chaos, steps, len(over))
+        record(kind, chaos, steps, len(over))
 
 
-def record(chaos: Chaos, steps: int, epochs: int) -> None:
+def record(kind: str, chaos: Chaos, steps: int, epochs: int) -> None:
+    """Beside what is there of another kind of run."""
+    assert RECORD
     waits = sorted(chaos.calm_seconds)
-    found = {
-        "benchmark": "chaos",
+    path = HOME / RECORD
+    there = json.loads(path.read_text()) if path.exists() else {}
+    runs = there.get("runs", {})
+    runs[kind] = {
         "seconds": SECONDS,
         "seed": SEED,
-        "kills": dict(chaos.kills),
+        "kills": dict(sorted(chaos.kills.items())),
         "steps": steps,
         "epochs_checked": epochs,
         "median_seconds_to_the_next_step": round(waits[len(waits) // 2], 1),
         "longest_seconds_to_the_next_step": round(waits[-1], 1),
     }
-    assert RECORD
-    (HOME / RECORD).write_text(json.dumps(found, indent=2) + "\n")
+    path.write_text(json.dumps({"benchmark": "chaos", "runs": runs}, indent=2) + "\n")
