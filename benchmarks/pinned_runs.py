@@ -32,7 +32,8 @@ LEARNER_CORE, ROLLOUT_CORE = 0, 1
 SPAWN = multiprocessing.get_context("spawn")
 
 
-def make_model(folder: Path, hidden: int = 192, layers: int = 4) -> Path:
+def make_model(folder: Path, hidden: int = 192, layers: int = 4, vocabulary: int = 128) -> Path:
+    """Its tokens are all about as likely, the end mark too."""
     import torch
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -41,13 +42,13 @@ def make_model(folder: Path, hidden: int = 192, layers: int = 4) -> Path:
         return folder
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=128, hidden_size=hidden, intermediate_size=3 * hidden, num_hidden_layers=layers,
+        vocab_size=vocabulary, hidden_size=hidden, intermediate_size=3 * hidden, num_hidden_layers=layers,
         num_attention_heads=hidden // 64, num_key_value_heads=hidden // 64, max_position_embeddings=256,
         tie_word_embeddings=True, bos_token_id=1, eos_token_id=2, pad_token_id=0,
     )  # fmt: skip
     LlamaForCausalLM(config).save_pretrained(folder)
-    vocabulary = {"<pad>": 0, "<bos>": 1, "<eos>": 2} | {f"t{i}": i for i in range(3, 128)}
-    words = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
+    numbers = {"<pad>": 0, "<bos>": 1, "<eos>": 2} | {f"t{i}": i for i in range(3, vocabulary)}
+    words = Tokenizer(models.WordLevel(numbers, unk_token="<pad>"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     named = {"bos_token": "<bos>", "eos_token": "<eos>", "pad_token": "<pad>"}
     PreTrainedTokenizerFast(tokenizer_object=words, **named).save_pretrained(folder)

@@ -30,7 +30,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--largest", type=int, default=DEVICES[-1])
     options = parser.parse_args()
-    measured = json.loads((RESULTS / "async_speedup.json").read_text())["costs"]
+    measured = json.loads((RESULTS / "async_speedup.json").read_text())["rounds"][0]["costs"]
     runs: list[dict[str, Any]] = []
     for devices in (n for n in DEVICES if n <= options.largest):
         servers = devices // 2
