@@ -3,7 +3,7 @@
 Plain numbers in tensors and length-prefixed bytes; nothing is pickled.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 import torch
@@ -84,6 +84,15 @@ def broadcast_numbers(values: Sequence[int]) -> list[int]:
     tensor = torch.tensor(values, dtype=torch.int64)
     dist.broadcast(tensor, 0)
     return tensor.tolist()
+
+
+def wait_on_first(done: Callable[[], bool]) -> None:
+    """Wait until `done`, asked again and again on global rank 0, says so.
+
+    The others are told each time, so that a long wait never looks like a dead rank 0.
+    """
+    while not broadcast_numbers([parallel.rank() != 0 or done()])[0]:
+        pass
 
 
 def max_over_world(values: Sequence[int]) -> list[int]:

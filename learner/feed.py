@@ -10,9 +10,9 @@ import asyncio
 import enum
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from buffer.errors import DataExhausted, Refusal
 from buffer.fields import pack, unpack
@@ -22,6 +22,8 @@ from learner import collectives, parallel
 from learner.line import Line, done_within
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 TICK_S = 0.2
 """How often waiting ranks are told that the wait goes on."""
@@ -102,19 +104,23 @@ class Feed:
 
     def frontier(self) -> int | None:
         """Batches that the buffer has assembled so far; None when the job is to stop before it answers."""
-        known = -1
-        if parallel.rank() == 0:
-            assert self._line is not None
-            status = self._line.tell("status", lambda buffer: buffer.status())
-            known = -1 if status is None else int(status["frontier"])
+        status = self._tell("status", lambda buffer: buffer.status())
+        known = -1 if status is None else int(status["frontier"])
         told = collectives.broadcast_numbers([known])[0]
         return None if told < 0 else told
 
     def committed(self, index: int) -> None:
-        """Let the buffer forget the batches below `index`. Not collective: only rank 0 speaks."""
+        """Let the buffer forget the batches below `index`."""
+        what = f"batches below {index} are in a checkpoint"
+        self._tell(what, lambda buffer: buffer.committed(index))
+
+    def _tell(self, what: str, question: Callable[[BatchSource], Coroutine[Any, Any, T]]) -> T | None:
+        """The answer on global rank 0; None elsewhere, and when the job is to stop before it comes."""
+        telling = None
         if parallel.rank() == 0 and self._line is not None:
-            what = f"batches below {index} are in a checkpoint"
-            self._line.tell(what, lambda buffer: buffer.committed(index))
+            telling = self._line.telling(what, question)
+        collectives.wait_on_first(lambda: telling is None or telling.over_within(TICK_S))
+        return None if telling is None else telling.answer()
 
     def finished(self, version: int) -> "Future[None] | None":
         """Start telling the buffer that the last version is out; done when its last evaluation is."""
@@ -185,13 +191,16 @@ class Feed:
         return self._line.ask(question)
 
     def _shard(self, index: int, asked: "Future[Batch] | None") -> Batch:
-        frames = None
+        frames = future = None
         if self._line is not None:
             # The batch is assembled by now: rank 0 has its shard of it.
             future = asked or self._ask(index)
-            while not done_within(future, TICK_S):
-                if self._denied_s > self._timeout_s:
-                    raise NoBatch(f"rank {parallel.rank()}: its shard of batch {index} did not come")
+        # Nobody goes on alone: who waited in training for a rank that has no shard yet would wait too long
+        # where the buffer is gone meanwhile.
+        while collectives.max_over_world([future is not None and not done_within(future, TICK_S)])[0]:
+            if self._denied_s > self._timeout_s:
+                raise NoBatch(f"rank {parallel.rank()}: its shard of batch {index} did not come")
+        if future is not None:
             _raise_as_no_batch(future.exception(), f"no batch {index}")
             batch = future.result()
             if parallel.tp_size() * parallel.pp_size() == 1:

@@ -7,7 +7,7 @@ from pydantic import Field, model_validator
 from buffer.experiment import Section
 
 LONGEST_WAIT_S = 1500.0
-"""Below the time after which ranks that stand in a collective give up (`parallel.initialize`)."""
+"""Below the time after which ranks that stand in a collective give up (`parallel.COLLECTIVE_S`)."""
 
 
 class ParallelConfig(Section):

@@ -61,20 +61,44 @@ class Line(Generic[C]):
         asked.add_done_callback(self._asked.discard)
         return asked
 
-    def tell(self, what: str, question: Callable[[C], Coroutine[Any, Any, T]]) -> T | None:
-        """Ask, and wait for the answer; None when the job is to stop and none comes within `STOPPING_S`.
+    def telling(self, what: str, question: Callable[[C], Coroutine[Any, Any, T]]) -> "Telling[T]":
+        """Start a question that a job which is to stop does not wait for."""
+        return Telling(what, self.ask(question), self._stopping)
 
-        So a buffer that is gone does not keep the job from its checkpoint. Whoever resumes tells it again.
-        """
-        asked, since = self.ask(question), None
-        while not done_within(asked, TICK_S):
-            if self._stopping():
-                since = since or time.monotonic()
-                if time.monotonic() - since > STOPPING_S:
-                    asked.cancel()
-                    logger.warning("no answer (%s): stopping without it", what)
-                    return None
-        return asked.result()
+    def tell(self, what: str, question: Callable[[C], Coroutine[Any, Any, T]]) -> T | None:
+        """Ask, and wait for the answer; None when the job is to stop and none comes."""
+        telling = self.telling(what, question)
+        while not telling.over_within(TICK_S):
+            pass
+        return telling.answer()
+
+
+class Telling(Generic[T]):
+    """A question whose answer is waited for, but for `STOPPING_S` only when the job is to stop: so a buffer
+    that is gone does not keep the job from its checkpoint. Whoever resumes tells it again."""
+
+    def __init__(self, what: str, asked: "Future[T]", stopping: Callable[[], bool]) -> None:
+        self._what = what
+        self._asked = asked
+        self._stopping = stopping
+        self._stopping_since: float | None = None
+
+    def over_within(self, timeout_s: float) -> bool:
+        """Whether the answer is there, or given up."""
+        if done_within(self._asked, timeout_s):
+            return True
+        if not self._stopping():
+            return False
+        self._stopping_since = self._stopping_since or time.monotonic()
+        if time.monotonic() - self._stopping_since <= STOPPING_S:
+            return False
+        self._asked.cancel()
+        logger.warning("no answer (%s): stopping without it", self._what)
+        return True
+
+    def answer(self) -> T | None:
+        """Once it is over; None when it was given up."""
+        return None if self._asked.cancelled() else self._asked.result()
 
 
 def done_within(future: "Future[Any]", timeout_s: float) -> bool:

@@ -14,19 +14,19 @@ from torch._C._distributed_c10d import HashStore
 from learner import cpu_backend
 from learner.config import ParallelConfig
 
+COLLECTIVE_S = 1800.0
+"""Longest wait in any collective before the process fails."""
+
 _export_group: dist.ProcessGroup | None = None
 
 
-def initialize(
-    parallel: ParallelConfig, seed: int = 1, timeout_s: float = 1800.0, key: str = "learner.parallel"
-) -> None:
+def initialize(parallel: ParallelConfig, seed: int = 1, key: str = "learner.parallel") -> None:
     """Start the processes' groups and random generators. Collective.
 
     Args:
         parallel: Tensor, pipeline and expert sizes; what tensor and pipeline leave of the world is data
             parallel.
         seed: Of the generators; tensor-parallel ranks get distinct streams from it.
-        timeout_s: Longest wait in any collective before the process fails.
         key: The layout's section, for messages.
 
     Raises:
@@ -48,14 +48,14 @@ def initialize(
     if not torch.cuda.is_available():
         cpu_backend.apply()
     if not dist.is_initialized():
-        _join_world(timeout_s)
+        _join_world()
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=parallel.tensor,
         pipeline_model_parallel_size=parallel.pipeline,
         expert_model_parallel_size=parallel.expert,
         # Tensor ranks do not cut experts: each has its own, or a copy.
         expert_tensor_parallel_size=1,
-        distributed_timeout_minutes=max(1, round(timeout_s / 60)),
+        distributed_timeout_minutes=COLLECTIVE_S / 60,  # pyright: ignore[reportArgumentType]  it takes any number
     )
     group = dist.new_group(first_copy())
     _export_group = group if isinstance(group, dist.ProcessGroup) else None
@@ -63,8 +63,8 @@ def initialize(
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
 
 
-def _join_world(timeout_s: float) -> None:
-    timeout = timedelta(seconds=timeout_s)
+def _join_world() -> None:
+    timeout = timedelta(seconds=COLLECTIVE_S)
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
         # gloo beside nccl: batches are handed round as CPU tensors.

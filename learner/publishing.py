@@ -13,6 +13,7 @@ from torch import Tensor
 
 from learner import collectives, convert
 from learner.feed import BufferLine
+from learner.line import done_within
 from sync.buckets import TensorSpec
 from sync.errors import PublishInterrupted
 from sync.membership import LEFT
@@ -41,7 +42,8 @@ class NoMembers(TimeoutError):
 
 
 class Publishing:
-    """Owns the background wait for LOADED. `await_member` and `publish` are collective, the rest rank 0's."""
+    """Owns the background wait for LOADED. `await_member`, `publish` and `settle` are collective, the rest
+    rank 0's."""
 
     def __init__(
         self, model: Any, sender: WeightSender | None, line: BufferLine | None, join_timeout_s: float
@@ -134,8 +136,9 @@ class Publishing:
 
     def settle(self) -> None:
         """Wait until the last version is loaded and the buffer knows; raises what went wrong there."""
-        if self._pending is not None:
-            pending, self._pending = self._pending, None
+        pending, self._pending = self._pending, None
+        collectives.wait_on_first(lambda: pending is None or done_within(pending, TICK_S))
+        if pending is not None:
             pending.result()
 
     def close(self) -> None:

@@ -90,7 +90,8 @@ def main():
     job = json.loads(Path(sys.argv[1]).read_text())
     layout, out = ParallelConfig(tensor=job["tensor"], pipeline=job["pipeline"]), Path(job["out"])
     torch.set_num_threads(1)
-    parallel.initialize(layout, timeout_s=120)
+    parallel.COLLECTIVE_S = 120.0
+    parallel.initialize(layout)
     for number, wanted in enumerate(job["models"]):
         model = build_model(wanted["path"], layout, getattr(torch, wanted["dtype"]))
         convert.save_hf(model, wanted["path"], out / f"saved-{number}")

@@ -8,7 +8,8 @@ logs. At batch `kill_at` a rank kills itself with SIGKILL, at `stop_at` with SIG
 ends; of `kill_in`, a moment of KILLED_IN and a number, it survives so many and kills itself in the next.
 `frontier` is the buffer's. With `own_samples`, the model's folder, a batch is what the published policy
 answers, and its reward the share of even tokens. Each batch of `gates` comes once there is a file
-`open-INDEX` in the folder.
+`open-INDEX` in the folder. A collective takes at most `collective_s`, and the buffer answers the first
+question of each kind after `silent_s`.
 """
 
 import asyncio
@@ -20,6 +21,7 @@ import math
 import os
 import signal
 import sys
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +112,12 @@ class ScriptedBuffer:
     def __init__(self, out: Path, options: dict[str, Any]) -> None:
         self._out = out
         self._options = options
+        self._answered: set[str] = set()
+
+    async def _silence(self, verb: str) -> None:
+        if verb not in self._answered:
+            self._answered.add(verb)
+            await asyncio.sleep(self._options.get("silent_s", 0))
 
     async def __aenter__(self) -> "ScriptedBuffer":
         return self
@@ -118,6 +126,8 @@ class ScriptedBuffer:
         pass
 
     async def batch(self, index: int, dp_rank: int, dp_size: int, timeout_s: float) -> Batch | None:
+        if dp_rank:  # the first one's wait is everybody's
+            await self._silence("batch")
         if index == self._options.get("kill_at"):
             os.kill(os.getpid(), signal.SIGKILL)
         if index == self._options.get("stop_at"):
@@ -137,15 +147,18 @@ class ScriptedBuffer:
         return Batch(index, tuple(groups[dp_rank::dp_size]), {"groups": 6, "tokens": tokens})
 
     async def published(self, version: int) -> None:
+        await self._silence("published")
         self._note("published", version)
 
     async def committed(self, index: int) -> None:
+        await self._silence("committed")
         self._note("committed", index)
 
     async def finished(self, version: int) -> None:
         self._note("finished", version)
 
     async def status(self) -> dict[str, object]:
+        await self._silence("status")
         return {"frontier": self._options.get("frontier", 0), "over": True}
 
     def _note(self, what: str, number: int) -> None:
@@ -196,7 +209,7 @@ def run(job: dict[str, Any]) -> None:
     from learner.service import serve
 
     if "RANK" in os.environ:
-        _join_world(job["out"])
+        _join_world(job["out"], job["options"].get("collective_s", 300.0))
     out = Path(job["out"])
     out.mkdir(parents=True, exist_ok=True)
     handler = logging.FileHandler(out / f"log-{os.environ.get('RANK', '0')}.txt")
@@ -225,14 +238,19 @@ def _die_in(moment: str, survived: int) -> None:
     setattr(module, function, dying)
 
 
-def _join_world(name: str) -> None:
+def _join_world(name: str, collective_s: float) -> None:
     """Start the processes' group under a name of its own: they start one for every run."""
     import torch.distributed as dist
+
+    from learner import parallel
+
+    parallel.COLLECTIVE_S = collective_s
 
     of = os.environ
     store = dist.TCPStore(of["MASTER_ADDR"], int(of["MASTER_PORT"]), is_master=False)
     world = {"rank": int(of["RANK"]), "world_size": int(of["WORLD_SIZE"])}
-    dist.init_process_group("gloo", store=dist.PrefixStore(name, store), **world)
+    timeout = timedelta(seconds=collective_s)
+    dist.init_process_group("gloo", store=dist.PrefixStore(name, store), timeout=timeout, **world)
 
 
 def main() -> None:

@@ -326,3 +326,13 @@ def test_a_loop_and_a_loss_of_ones_own_that_do_the_same_give_the_same(one, two):
     assert [row["own/halves"] for row in one["own"].rows] == [0.5 * (i + 1) for i in range(STEPS)]
     assert "own/halves" not in one["several"].rows[0]
     assert one["own"].told("committed") == one["several"].told("committed")
+
+
+def test_ranks_wait_for_a_silent_buffer_longer_than_a_collective_may_take(tmp_path, model):
+    """For the shard of the second one, and for what only the first one tells."""
+    options = {"collective_s": 3.0, "silent_s": 6.0}
+    run = Run(tmp_path, model, options=options, steps=2, checkpoint={"every": 1})
+    learn(2, [run])
+    assert [row["step"] for row in run.rows] == [1, 2]
+    assert run.told("published") == [0, 1, 2]
+    assert run.told("committed")[-1] == 1, "the checkpoint before the last is kept"
