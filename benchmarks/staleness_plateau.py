@@ -1,14 +1,14 @@
 """Where does training on old tokens end, once it has ended? Runs whose learning rate falls to zero.
 
-    python benchmarks/staleness_plateau.py [--plot-only]
+    python benchmarks/staleness_plateau.py [--recorded]
 
 The task, the learner's step and the exact staleness of `staleness_harness.py`. Stated before the first run:
 240 versions, the rate warmed up over five to 1e-4 and then falling as a cosine to 0, staleness 0 and 8, three
 seeds, as many samples for all. So every run comes to rest, and the last version's score is its final one:
 the mean probability of the right answer of 400 unseen prompts, which no draw is in.
 
-How long they take is not measured here: a version counts as many seconds as it took the real services where
-both sides take equally long (`async_speedup.py`). Goes on from runs/staleness_plateau.jsonl. Writes
+How long they take is not measured here: a version counts as many seconds as it took the real services of
+`async_speedup.py`. Goes on from runs/staleness_plateau.jsonl. Writes
 benchmarks/results/staleness_plateau.json and its picture in docs/pictures/.
 """
 
@@ -40,9 +40,10 @@ RUNS = (("decoupled", 0), ("decoupled", 8), ("taper", 8), ("none", 8))
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--plot-only", action="store_true", help="from what is recorded")
-    if parser.parse_args().plot_only:
-        draw(json.loads((RESULTS / "staleness_plateau.json").read_text())["runs"])
+    parser.add_argument("--recorded", action="store_true", help="seconds and picture anew, of recorded runs")
+    if parser.parse_args().recorded:
+        kept = json.loads((RESULTS / "staleness_plateau.json").read_text())["runs"]
+        tell([run | {"chance": [float(p) for p in run["chance"].split()]} for run in kept], kept)
         return
     torch.set_num_threads(1)
     quiet_megatron()
@@ -65,14 +66,17 @@ def main() -> None:
                 file.write(json.dumps(made) + "\n")
     parallel.shutdown()
     runs.sort(key=lambda r: (RUNS.index((r["method"], r["staleness"])), r["seed"]))
-    table = [of_setting(method, staleness, runs) for method, staleness in RUNS]
-    kept = [compact({k: v for k, v in run.items() if k != "curve"}) for run in runs]
+    tell(runs, [compact({k: v for k, v in run.items() if k != "curve"}) for run in runs])
+
+
+def tell(runs: list[dict[str, Any]], kept: list[dict[str, Any]]) -> None:
+    """Write the figures, with the runs as they are kept, and the picture."""
     figures = {
         "rate": RATE,
         "versions": SIZE.steps,
         "seconds_a_version": {str(s): seconds_a_version(s) for s in (0, 8)},
         "methods": {method: METHODS[method] for method, _ in RUNS},
-        "table": table,
+        "table": [of_setting(method, staleness, runs) for method, staleness in RUNS],
         "runs": kept,
     }
     write_result("staleness_plateau", figures)
@@ -105,7 +109,7 @@ def first_reaching(curve: list[float], goal: float) -> float | None:
 
 
 def seconds_a_version(staleness: int) -> float:
-    """Of the real services, where server and learner take equally long; above 1 the bound does not matter."""
+    """Of the real services; above 1 the bound does not matter."""
     runs = json.loads((RESULTS / "async_speedup.json").read_text())["runs"]
     return max((r for r in runs if r["max_staleness"] <= staleness), key=lambda r: r["max_staleness"])[
         "step_seconds"
@@ -131,7 +135,9 @@ def draw(runs: list[dict[str, Any]]) -> None:
                 )
                 low, high = ([of(p) for p in curves] for of in (min, max))
                 axes.fill_between(at, low, high, color=color, alpha=0.15, linewidth=0)
-        for axes, unit in zip(panels, ("versions", "seconds, if both sides take equally long"), strict=True):
+        for axes, unit in zip(
+            panels, ("versions", "seconds, if it were the services of async_speedup"), strict=True
+        ):
             axes.set_xlabel(unit)
         panels[0].set_title("held-out score")
         panels[0].legend(title="staleness", loc="lower right", fontsize=7)
