@@ -16,7 +16,7 @@ from pathlib import Path
 from launch.experiment import WholeExperiment, read, reward_models
 from learner import budget, families
 from learner.budget import Machine, MicroBatch
-from learner.config import TrainingConfig
+from learner.config import ParallelConfig, TrainingConfig, ValueConfig
 from learner.families import Family
 from learner.offline.config import OfflineExperiment
 from rollout.config import EngineConfig, PredictionExperiment, runs_on_cpu
@@ -165,8 +165,8 @@ class Training:
     """Of those the one that takes most counts."""
     reference: bool = False
     """Whether the frozen reference is on the same ranks."""
-    value: Family | None = None
-    """PPO's value model on the same ranks, which computes on the first of the batches."""
+    value: "Training | None" = None
+    """PPO's value model on the same ranks."""
     called: str = "learner"
 
 
@@ -194,7 +194,9 @@ def _learner(experiment: WholeExperiment, family: Family, target: Target) -> lis
         batches.append(MicroBatch(longest, longest, 0, longest))
     here = learner.algorithm.needs_reference and learner.lora is None and learner.reference is None
     of = learner.value
-    value = families.read(of.path, "score") if of is not None and of.ranks is None else None
+    value = None
+    if of is not None and of.ranks is None:
+        value = _value_training(experiment, of, learner.processes, learner.parallel, target)
     job = Training(family, learner, machine_of(experiment, target.gpu), tuple(batches), here, value)
     return training(job, _publishing(experiment, family, target.gpu))
 
@@ -234,46 +236,47 @@ def _stage(
 ) -> RankKind:
     family, learner, machine = job.family, job.learner, job.machine
     layout = learner.parallel
-    count = budget.parameters(family, layout, stage)
-    weights = float(count * machine.weight_bytes)
-    parts = _optimizers(family, learner, stage)
-    trained = count
-    if learner.lora is not None:
-        trained = budget.adapter_parameters(family, learner.lora, layout, stage)
-        parts = _shared([(trained, _copies(learner))], learner)
-    optimizer = _optimizer_bytes(parts, machine)
-    held = {"weights": weights}
-    if learner.lora is not None:
-        held["adapters"] = float(trained * machine.weight_bytes)
-    held |= {"gradients": float(trained * budget.FLOAT32), "optimizer": optimizer}
+    held, parts = _trained(job, stage)
+    optimizer, saved = held["optimizer"], held.get("adapters", held["weights"])
     if learner.ema is not None:
         held["average (EMA)"] = sum(number * budget.FLOAT32 / sharing for number, sharing in parts)
     if job.reference:
-        held["reference model"] = weights
+        held["reference model"] = held["weights"]
     gathered = [budget.gathered_optimizer_bytes(parts, machine.gpu)]
     if (value := job.value) is not None:
-        of_value = budget.parameters(value, layout, stage)
-        parts_of_value = _optimizers(value, learner, stage)
-        held["value model"] = float(of_value * (machine.weight_bytes + budget.FLOAT32))
-        held["value model"] += _optimizer_bytes(parts_of_value, machine)
+        of_value, parts_of_value = _trained(value, stage)
+        held["value model"] = sum(of_value.values())
         gathered.append(budget.gathered_optimizer_bytes(parts_of_value, machine.gpu))
     held["runtime (assumed)"] = RUNTIME_GIB["gpu" if machine.gpu else "cpu"] * GIB
     taken = [budget.stage_activations(family, learner, stage, batch, machine) for batch in job.batches]
     most = max(taken, key=lambda items: sum(items.values()))
     moments = {"training": {k: float(v) for k, v in most.items()}}
     if value is not None:
-        values = budget.stage_activations(value, learner, stage, job.batches[0], machine)
+        values = budget.stage_activations(value.family, value.learner, stage, value.batches[0], machine)
         moments["training of the value model"] = {k: float(v) for k, v in values.items()}
     if publishing:
         moments["publishing"] = publishing
     # A checkpoint is copied to the host before it is written.
-    saved = float(trained * machine.weight_bytes)
     host = {"checkpoint": saved + optimizer} if machine.gpu else {}
     if layout.distributed_optimizer:
         on_device, beside = max(gathered)
         moments["checkpoint"] = {"gathered optimizer": on_device}
         host = {"checkpoint": saved + beside} if machine.gpu else {}
     return RankKind(name, ranks, held, moments, host)
+
+
+def _trained(job: Training, stage: int) -> tuple[dict[str, float], list[tuple[int, int]]]:
+    """Bytes of one rank for a model that is trained, and its optimizers as `_optimizers` has them."""
+    family, learner, machine = job.family, job.learner, job.machine
+    count = trained = budget.parameters(family, learner.parallel, stage)
+    parts = _optimizers(family, learner, stage)
+    held = {"weights": float(count * machine.weight_bytes)}
+    if learner.lora is not None:
+        trained = budget.adapter_parameters(family, learner.lora, learner.parallel, stage)
+        parts = _shared([(trained, _copies(learner))], learner)
+        held["adapters"] = float(trained * machine.weight_bytes)
+    held |= {"gradients": float(trained * budget.FLOAT32), "optimizer": _optimizer_bytes(parts, machine)}
+    return held, parts
 
 
 def _reference(experiment: WholeExperiment, family: Family, target: Target) -> list[RankKind]:
@@ -298,19 +301,21 @@ def _reference(experiment: WholeExperiment, family: Family, target: Target) -> l
 
 def _value(experiment: WholeExperiment, target: Target) -> list[RankKind]:
     """Ranks of its own of PPO's value model: all that training it takes, and nothing of the policy."""
-    learner, value = experiment.learner, experiment.learner.value
+    value = experiment.learner.value
     if value is None or value.ranks is None:
         return []
-    # Its weights are all trained, and no average is kept of them, whatever the policy's are.
-    changes = {
-        "processes": value.ranks.processes,
-        "parallel": value.ranks.parallel,
-        "lora": None,
-        "ema": None,
-    }
+    return training(_value_training(experiment, value, value.ranks.processes, value.ranks.parallel, target))
+
+
+def _value_training(
+    experiment: WholeExperiment, value: ValueConfig, processes: int, layout: ParallelConfig, target: Target
+) -> Training:
+    """Of a value model in a layout. It has adapters of its own or none, whatever the policy has, and no
+    average is kept of it."""
+    changes = {"processes": processes, "parallel": layout, "lora": value.lora, "ema": None}
     family, machine = families.read(value.path, "score"), machine_of(experiment, target.gpu)
-    job = learner.model_copy(update=changes)
-    return training(Training(family, job, machine, (micro_batch_of(experiment),), called="value model"))
+    job = experiment.learner.model_copy(update=changes)
+    return Training(family, job, machine, (micro_batch_of(experiment),), called="value model")
 
 
 def _optimizers(family: Family, learner: TrainingConfig, stage: int) -> list[tuple[int, int]]:

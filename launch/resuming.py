@@ -5,6 +5,7 @@ from pathlib import Path
 
 from buffer import belongings
 from buffer.database import read_only
+from buffer.experiment import ModelConfig
 from buffer.prompts import EVAL_SEED, load_rows, open_prompts
 from launch.experiment import SERVICES, WholeExperiment
 from learner.checkpoint_files import DamagedCheckpoint, read_meta
@@ -44,12 +45,16 @@ def check_checkpoint(e: WholeExperiment | OfflineExperiment) -> int:
         meta = read_meta(path)
     except DamagedCheckpoint:
         return int(path.name.removeprefix("step-"))  # the learner tells of it, and takes the one before
-    start = None
+    start = value_start = None
     if meta.get("start") and measures_from_start(learner):
         from learner.reference.fingerprint import fingerprint  # imports torch
 
         start = fingerprint(e.model, learner.init_from)
     value = e.learner.value if isinstance(e, WholeExperiment) else None
+    if meta.get("value_start") and value is not None and value.lora is not None:
+        from learner.reference.fingerprint import fingerprint
+
+        value_start = fingerprint(ModelConfig(path=value.path, dtype=e.model.dtype), None)
     why = obstacle(
         path,
         meta,
@@ -60,6 +65,8 @@ def check_checkpoint(e: WholeExperiment | OfflineExperiment) -> int:
         start=start,
         start_at=learner.init_from or e.model.path,
         value=value is not None,
+        value_lora=value.lora.model_dump(mode="json") if value is not None and value.lora else None,
+        value_start=value_start,
         value_distributed_optimizer=sharded_apart(value),
         ema=learner.ema is not None,
     )

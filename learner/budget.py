@@ -303,13 +303,11 @@ def stage_activations(
     layer = {"gradients of a layer": layer_workspace(family, tensor, batch, machine)}
     if learner.recompute:
         layer["a layer computed again"] = layer_activations(family, tensor, batch, machine)
-    # A value model has none.
-    adapted = learner.lora is not None and family.head == "vocabulary"
-    if adapted:
+    if learner.lora is not None:
         layer["a fused weight"] = fused_weight_bytes(family, tensor, machine)
     output: dict[str, int] = {}
     if stage == learner.parallel.pipeline - 1 and family.head == "vocabulary":
-        kept, moment = output_bytes(family, tensor, batch, machine, frozen=adapted)
+        kept, moment = output_bytes(family, tensor, batch, machine, frozen=learner.lora is not None)
         output = {"logits and output layer": kept, "work on logits": moment}
     fuller = max(output, layer, key=lambda part: sum(part.values()))
     return kept_activations(family, learner, stage, batch, machine) | fuller

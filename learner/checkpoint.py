@@ -60,6 +60,10 @@ class Setup:
     """The checkpoint that the weights were first read from; None: the model's folder."""
     value_model: str | None = None
     """Folder that the value model started from, if there is one."""
+    value_lora: dict[str, Any] | None = None
+    """Of its adapters, as of the policy's."""
+    value_start: str | None = None
+    """Fingerprint of the weights below them."""
     value_distributed_optimizer: bool | None = None
     """Of the value model's own ranks; as the policy's where it shares those, or is not there."""
     start: str | None = None
@@ -243,6 +247,8 @@ class Checkpoints:
             start=setup.start if setup.needs_start else None,
             start_at=setup.init_from or setup.model,
             value=value is not None,
+            value_lora=setup.value_lora,
+            value_start=setup.value_start,
             value_distributed_optimizer=setup.value_distributed_optimizer,
             ema=trainable.ema is not None,
         )

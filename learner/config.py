@@ -53,6 +53,30 @@ class OptimizerConfig(Section):
         return self
 
 
+Adapted = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+"""Linears of a layer that may have adapters, by Hugging Face's names."""
+
+
+class LoraConfig(Section):
+    """Low-rank adapters (arXiv 2106.09685): W + alpha / rank · B · A with W frozen. There is no dropout: it
+    would train another policy than the one that sampled."""
+
+    rank: int = Field(default=16, ge=1)
+    alpha: float = Field(default=32.0, gt=0)
+    modules: tuple[Adapted, ...] = get_args(Adapted)
+
+    @field_validator("modules")
+    @classmethod
+    def _once_each(cls, value: tuple[Adapted, ...]) -> tuple[Adapted, ...]:
+        if not value:
+            raise ValueError("expected at least one")
+        return tuple(sorted(set(value), key=get_args(Adapted).index))
+
+    @property
+    def scale(self) -> float:
+        return self.alpha / self.rank
+
+
 class ValueConfig(Section):
     """PPO's fourth model: V(s_t), what reward is still to come before token t is drawn. Its own optimizer
     makes a step wherever the policy's does."""
@@ -74,6 +98,8 @@ class ValueConfig(Section):
     clip: float = Field(default=0.2, gt=0)
     """How far from its value at the start of the batch a state's value may go with profit."""
     optimizer: OptimizerConfig = OptimizerConfig(lr=5e-6)
+    lora: LoraConfig | None = None
+    """null trains all its weights; with adapters its score row is trained whole beside them."""
     ranks: ValueRanksConfig | None = None
     """null keeps it on the policy's ranks and in their layout."""
 
@@ -128,30 +154,6 @@ class EmaConfig(Section):
 
     decay: float = Field(default=0.992, gt=0, lt=1)
     """How much of the average stays at each optimizer step; 0.992 is DeepSpeed-Chat's."""
-
-
-Adapted = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-"""Linears of a layer that may have adapters, by Hugging Face's names."""
-
-
-class LoraConfig(Section):
-    """Low-rank adapters (arXiv 2106.09685): W + alpha / rank · B · A with W frozen. There is no dropout: it
-    would train another policy than the one that sampled."""
-
-    rank: int = Field(default=16, ge=1)
-    alpha: float = Field(default=32.0, gt=0)
-    modules: tuple[Adapted, ...] = get_args(Adapted)
-
-    @field_validator("modules")
-    @classmethod
-    def _once_each(cls, value: tuple[Adapted, ...]) -> tuple[Adapted, ...]:
-        if not value:
-            raise ValueError("expected at least one")
-        return tuple(sorted(set(value), key=get_args(Adapted).index))
-
-    @property
-    def scale(self) -> float:
-        return self.alpha / self.rank
 
 
 class TrainingConfig(Section):

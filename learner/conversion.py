@@ -16,13 +16,12 @@ from torch import Tensor
 
 from learner import families
 from learner.checkpoint_files import EMA, VALUE, check, complete, named_meta, refuse_existing
-from learner.checkpoint_weights import open_checkpoint, stored_head
+from learner.checkpoint_weights import open_checkpoint, open_value, stored_head
 from learner.config import ParallelConfig
 from learner.families import Family
 from learner.megatron_folder import (
     COMMON,
     Chunk,
-    MegatronFolder,
     Object,
     Piece,
     StoredTensors,
@@ -100,7 +99,7 @@ def megatron_to_hf(
     meta = check(checkpoint)
     family = families.read(source, "score" if value else stored_head(checkpoint))
     folder: WholeTensors = (
-        MegatronFolder(checkpoint / VALUE, family)
+        open_value(checkpoint, family, source)
         if value
         else open_checkpoint(checkpoint, family, model, averaged)
     )
@@ -137,7 +136,7 @@ def reshard(
     if (checkpoint / VALUE).is_dir():
         folders[VALUE] = _model_folder(checkpoint, value_model, "value_model", "--value-model")
     meta = check(checkpoint)
-    if meta.get("lora"):
+    if meta.get("lora") or meta.get("value_lora"):
         raise ValueError(
             f"{checkpoint}: it holds adapters alone, which are not cut anew; resume from it as it is, it "
             "loads under every layout"

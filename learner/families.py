@@ -206,15 +206,18 @@ class Family:
                 f"windows are not supported; set it to {self.window} or less"
             )
 
-    def check_adapters(self, lora: LoraConfig) -> None:
+    def check_adapters(self, lora: LoraConfig, key: str = "learner.lora") -> None:
         """Refuse adapters that the model has no place for.
+
+        Args:
+            key: Of their section, for messages.
 
         Raises:
             ValueError: Says what to set.
         """
         if self.mixture is not None and {"gate_proj", "up_proj", "down_proj"} & set(lora.modules):
             raise ValueError(
-                f"learner.lora.modules: the experts of {self.architecture} take no adapters; "
+                f"{key}.modules: the experts of {self.architecture} take no adapters; "
                 "set it to [q_proj, k_proj, v_proj, o_proj]"
             )
 

@@ -62,6 +62,8 @@ def obstacle(
     start: str | None,
     start_at: str,
     value: bool,
+    value_lora: dict[str, Any] | None,
+    value_start: str | None,
     value_distributed_optimizer: bool | None,
     ema: bool,
 ) -> str | None:
@@ -76,6 +78,8 @@ def obstacle(
         start: Fingerprint of the weights that the run starts from, where it still measures from them.
         start_at: Where these lie.
         value: Whether there is a value model.
+        value_lora: Of its adapters, None where every weight of it is trained.
+        value_start: Fingerprint of the weights below them.
         value_distributed_optimizer: Of ranks of its own; None: as the policy's.
         ema: Whether an average of the weights is kept.
     """
@@ -95,10 +99,11 @@ def obstacle(
     ):
         if theirs != ours:
             return f"{path}: written with {key}={theirs}, this run has {ours}; {back}"
-    if meta.get("lora") != lora:
-        return (
-            f"{path}: written with learner.lora={told(meta.get('lora'))}, this run has {told(lora)}; {back}"
-        )
+    pairs = [("learner.lora", meta.get("lora"), lora)]
+    pairs += [("learner.value.lora", meta.get("value_lora"), value_lora)] if value else []
+    for key, theirs, ours in pairs:
+        if theirs != ours:
+            return f"{path}: written with {key}={told(theirs)}, this run has {told(ours)}; {back}"
     if shape is not None and meta.get("shape") not in (None, shape):
         theirs = meta["shape"]
         other = [f"{n} {theirs.get(n)} → {shape.get(n)}" for n in shape if theirs.get(n) != shape.get(n)]
@@ -107,6 +112,11 @@ def obstacle(
         return (
             f"{path}: its run started from other weights than {start_at} has now, and still measures from "
             "them; bring them back, or start again in another run_dir"
+        )
+    if value and meta.get("value_start") not in (None, value_start):
+        return (
+            f"{path}: its value model's adapters are of other weights than learner.value.path has now; "
+            "bring them back, or start again in another run_dir"
         )
     if value and not (path / VALUE).is_dir():
         return f"{path}: written without a value model, this run has learner.value; {back}"

@@ -15,7 +15,7 @@ import torch
 
 from buffer.client import FOR_EVER, BufferClient
 from buffer.dotted import is_dotted, resolve
-from buffer.experiment import DataConfig
+from buffer.experiment import DataConfig, ModelConfig
 from buffer.keys import client_keys, server_keys
 from buffer.stream import open_stream
 from learner import collectives, convert, ending, families, parallel
@@ -282,9 +282,12 @@ def value_model(experiment: LearnerExperiment, layout: ParallelConfig) -> Critic
 
     learner, of = experiment.learner, experiment.learner.value
     assert of is not None
-    families.read(of.path, "score").check_length(experiment.model.max_length)
+    family = families.read(of.path, "score")
+    family.check_length(experiment.model.max_length)
+    if of.lora is not None:
+        family.check_adapters(of.lora, "learner.value.lora")
     dtype = getattr(torch, experiment.model.dtype)
-    model = build_model(of.path, layout, dtype, learner.recompute, head="score")
+    model = build_model(of.path, layout, dtype, learner.recompute, head="score", adapters=of.lora)
     return Critic(of, make_trainable(model, of.optimizer, layout), learner.steps)
 
 
@@ -361,11 +364,21 @@ def checkpoint_setup(experiment: LearnerExperiment | OfflineExperiment, start: s
         lora=learner.lora.model_dump(mode="json") if learner.lora is not None else None,
         init_from=learner.init_from,
         value_model=value.path if value is not None else None,
+        value_lora=value.lora.model_dump(mode="json") if value is not None and value.lora else None,
+        value_start=start_below_adapters(experiment),
         value_distributed_optimizer=sharded_apart(value),
         start=start,
         needs_start=measures_from_start(learner),
         shape=shape_of(experiment.model.path),
     )
+
+
+def start_below_adapters(experiment: LearnerExperiment | OfflineExperiment) -> str | None:
+    """Fingerprint of the weights that a value model's adapters are trained on, where it has any."""
+    value = experiment.learner.value if isinstance(experiment.learner, LearnerConfig) else None
+    if value is None or value.lora is None:
+        return None
+    return fingerprint(ModelConfig(path=value.path, dtype=experiment.model.dtype), None)
 
 
 def threads(configured: int | None) -> int:

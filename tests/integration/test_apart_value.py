@@ -17,6 +17,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 KILLED_VALUE = Path(__file__).with_name("killed_value.py")
 NOBODY = "tcp://127.0.0.1:1"
 LAYOUTS = {"one": (1, {}), "tensor": (2, {"tensor": 2}), "pipeline": (2, {"pipeline": 2}), "data": (2, {})}
+ADAPTED = {"value": {**PPO["value"], "lora": {"rank": 4, "alpha": 8}}}
 VTRACE = {"value": {**PPO["value"], "targets": "vtrace", "rho_bar": 1.4, "c_bar": 0.8}}
 
 
@@ -61,6 +62,7 @@ def here(model, tmp_path_factory):
     runs = {
         "gae": Run(root / "gae", model, **PPO),
         "vtrace": Run(root / "vtrace", model, **{**PPO, **VTRACE}),
+        "adapted": Run(root / "adapted", model, **{**PPO, **ADAPTED}),
     }
     learn(1, list(runs.values()))
     return runs
@@ -84,13 +86,14 @@ def learned(run: Run, ranks: int) -> Run:
         pytest.param("one", "data", "vtrace", marks=pytest.mark.long),
         pytest.param("pipeline", "data", "gae", marks=pytest.mark.long),
         pytest.param("data", "tensor", "gae", marks=pytest.mark.long),
+        pytest.param("one", "pipeline", "adapted", marks=pytest.mark.long),
     ],
 )
 def test_every_pair_of_layouts_gives_the_numbers_of_shared_ranks(
     own, of, targets, here, model, tmp_path, address
 ):
     ranks, layout = LAYOUTS[own]
-    more = VTRACE if targets == "vtrace" else {}
+    more = {"vtrace": VTRACE, "adapted": ADAPTED}.get(targets, {})
     run = learned(placed(tmp_path, model, address, of, layout=layout, **more), ranks)
     assert_same_ppo(run, here[targets], rel=1e-3)
 

@@ -11,6 +11,7 @@ from learner.config import ParallelConfig
 
 pytestmark = pytest.mark.slow
 
+ADAPTED = PPO | {"value": PPO["value"] | {"lora": {"rank": 4, "alpha": 8}}}
 LEARNING = {
     "steps": 14,
     "algorithm": {"advantage": "gae"},
@@ -35,6 +36,8 @@ def one(model, tmp_path_factory):
         "whole": Run(root / "whole", model, **PPO),
         "resumed": continued(killed, model, "resumed", **PPO),
         "learning": Run(root / "learning", model, options={"own_samples": str(model)}, **LEARNING),
+        "adapted, stopped": Run(root / "adapted", model, options={"stop_at": 3}, **ADAPTED),
+        "adapted": Run(root / "adapted", model, **ADAPTED),
     }
     learn(1, list(runs.values()))
     return {"killed": killed, **runs}
@@ -46,6 +49,8 @@ def two(model, tmp_path_factory):
     root = tmp_path_factory.mktemp("two")
     layouts = {"data": {"distributed_optimizer": True}, "tensor": {"tensor": 2}, "pipeline": {"pipeline": 2}}
     runs = {name: Run(root / name, model, layout=layout, **PPO) for name, layout in layouts.items()}
+    for name in ("data", "tensor"):
+        runs[f"adapted {name}"] = Run(root / f"adapted-{name}", model, layout=layouts[name], **ADAPTED)
     learn(2, list(runs.values()))
     return runs
 
@@ -73,6 +78,25 @@ def test_a_checkpoint_of_both_models_is_cut_anew_and_converts_to_what_was_export
         found = load_file(tmp_path / folder / "model.safetensors")
         assert found.keys() == expected.keys()
         assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
+@pytest.mark.parametrize("layout", ["data", "tensor"])
+def test_adapters_of_a_value_model_give_the_same_numbers_in_every_layout_and_over_a_stop(layout, one, two):
+    assert "resumed from" in one["adapted"].log
+    assert_same_ppo(two[f"adapted {layout}"], one["adapted"], rel=1e-3)
+
+
+def test_adapters_of_a_value_model_are_fused_in_what_is_exported_and_converted(model, one, tmp_path):
+    base, values = load_file(model / "model.safetensors"), one["adapted"].values
+    changed = {name for name in values if name not in base or not torch.equal(values[name], base[name])}
+    assert changed == {name for name in base if "_proj" in name} | {"score.weight"}
+    checkpoint = one["adapted"].folder / f"run/checkpoints/step-{STEPS:06d}"
+    conversion.megatron_to_hf(checkpoint, tmp_path / "value", value=True)
+    found = load_file(tmp_path / "value" / "model.safetensors")
+    assert found.keys() == values.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in values.items())
+    with pytest.raises(ValueError, match="holds adapters alone"):
+        conversion.reshard(checkpoint, tmp_path / "cut", ParallelConfig(tensor=2))
 
 
 def test_a_policy_that_answers_itself_learns_with_the_advantages_of_its_value_model(one):

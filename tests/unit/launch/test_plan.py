@@ -169,6 +169,23 @@ def test_a_value_model_is_held_and_trained_beside_the_policy():
     assert with_value.moments["training of the value model"]
 
 
+def test_adapters_of_a_value_model_are_trained_and_its_base_only_held():
+    shape = "configs/shapes/llama-2-7b"
+    settings = ["learner.algorithm.advantage=gae", f"learner.value.path={shape}", "learner.processes=1"]
+    settings += ["learner.parallel.tensor=1", "learner.parallel.distributed_optimizer=false"]
+    whole, *_ = planned("policy-7b", *settings).kinds
+    adapted, *_ = planned("policy-7b", *settings, "learner.value.lora.rank=16").kinds
+    family = families.read(shape)
+    count = budget.whole_parameters(family) - (family.vocab - 1) * family.hidden
+    trained = 16 * 32 * (4 * 2 * 4096 + 3 * (4096 + 11008))
+    assert adapted.held["value model"] == 2 * count + (2 + 4 + 12) * trained
+    assert adapted.held["weights"] == whole.held["weights"], "the policy's are as before"
+    assert adapted.held["optimizer"] == whole.held["optimizer"]
+    apart = planned("policy-7b", *settings, "learner.value.lora.rank=16", "learner.value.ranks.processes=1")
+    (kind,) = (kind for kind in apart.kinds if kind.name == "value model")
+    assert kind.held["weights"] + kind.held["adapters"] == 2 * (count + trained)
+
+
 def test_a_value_model_on_ranks_of_its_own_is_held_there_and_not_beside_the_policy():
     shape = "configs/shapes/llama-2-7b"
     settings = ["learner.algorithm.advantage=gae", f"learner.value.path={shape}", "learner.processes=1"]

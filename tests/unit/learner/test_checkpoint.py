@@ -279,7 +279,7 @@ def test_a_value_model_goes_on_under_the_optimizer_that_it_was_written_with(tmp_
     (tmp_path / "value").mkdir()
     facts = {
         "dtype": "float32", "distributed_optimizer": False, "lora": None, "shape": None, "start": None,
-        "start_at": "model", "value": True, "ema": False,
+        "start_at": "model", "value": True, "value_lora": None, "value_start": None, "ema": False,
     }  # fmt: skip
     for written, wanted, fits in (
         (None, None, True),
@@ -294,3 +294,22 @@ def test_a_value_model_goes_on_under_the_optimizer_that_it_was_written_with(tmp_
         why = obstacle(tmp_path, meta, **facts, value_distributed_optimizer=wanted)
         assert (why is None) == fits, (written, wanted)
         assert fits or f"its value model was written with distributed_optimizer={bool(written)}" in why
+
+
+def test_a_value_model_goes_on_with_the_adapters_and_upon_the_weights_that_it_had(tmp_path):
+    (tmp_path / "value").mkdir()
+    adapters = {"rank": 4, "alpha": 8.0, "modules": ["q_proj"]}
+    meta = {"dtype": "float32", "distributed_optimizer": False, "value_lora": adapters, "value_start": "a"}
+    facts = {
+        "dtype": "float32", "distributed_optimizer": False, "lora": None, "shape": None, "start": None,
+        "start_at": "model", "value": True, "value_distributed_optimizer": None, "ema": False,
+    }  # fmt: skip
+    assert obstacle(tmp_path, meta, **facts, value_lora=adapters, value_start="a") is None
+    other = obstacle(tmp_path, meta, **facts, value_lora=None, value_start=None)
+    assert other is not None
+    assert (
+        "written with learner.value.lora={rank: 4, alpha: 8, modules: [q_proj]}, this run has null" in other
+    )
+    moved = obstacle(tmp_path, meta, **facts, value_lora=adapters, value_start="b")
+    assert moved is not None
+    assert "adapters are of other weights than learner.value.path has now" in moved
