@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from buffer.errors import BufferInUse
+from buffer.errors import FolderInUse
 
 LAYOUT = 4
 """Raised by one whenever the tables change; a file of another layout is refused."""
@@ -167,19 +167,24 @@ def read_only(path: Path) -> sqlite3.Connection:
 
 
 class RunLock:
-    """Held for as long as a buffer uses the run folder; the kernel lets it go when the process dies."""
+    """Held for as long as a service that there is one of uses the run folder; the kernel lets it go when the
+    process dies.
 
-    def __init__(self, run_dir: Path) -> None:
+    Raises:
+        FolderInUse: Another one lives.
+    """
+
+    def __init__(self, run_dir: Path, service: str) -> None:
         run_dir.mkdir(parents=True, exist_ok=True)
-        self._file = (run_dir / "buffer.lock").open("a+")
+        self._file = (run_dir / f"{service}.lock").open("a+")
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             self._file.seek(0)
             holder = self._file.read().strip()
             self._file.close()
-            raise BufferInUse(
-                f"{run_dir}: in use by another buffer (process {holder}); stop it or set another run_dir"
+            raise FolderInUse(
+                f"{run_dir}: in use by another {service} (process {holder}); stop it or set another run_dir"
             ) from None
         self._file.truncate(0)
         self._file.write(f"{os.getpid()}\n")

@@ -55,8 +55,8 @@ class Fruitless(ValueError):
     """Prompt after prompt is given up, and no group comes, or none that may be trained."""
 
 
-class BufferInUse(ValueError):
-    """The run folder belongs to another live buffer."""
+class FolderInUse(ValueError):
+    """The run folder belongs to another live buffer, or learner."""
 
 
 class AddressTaken(ValueError):

@@ -40,7 +40,7 @@ def run(experiment: BufferExperiment) -> None:
     """
     run_dir = Path(experiment.run_dir)
     try:
-        lock = RunLock(run_dir)
+        lock = RunLock(run_dir, "buffer")
         try:
             sources = _sources(experiment)  # while Ctrl-C still ends the process: large files take minutes
             uvloop.run(_serve(experiment, run_dir, sources))

@@ -69,7 +69,8 @@ def run(experiment: WholeExperiment, command: str, console: Console, plan: Plan 
         if is_finished(experiment, history):
             return _tell_finished(experiment, console)
         resuming.check(experiment)
-        RunLock(run_dir).release()  # refused before all is started: a buffer that was started by hand lives
+        for service in ("buffer", "learner"):
+            RunLock(run_dir, service).release()  # refused before all is started: one that was by hand lives
         experiment = settle(experiment)
         config = write_config(experiment, console)
         services = (plan or plan_services)(experiment, config)
@@ -331,7 +332,12 @@ def conclude(
 
 
 def _tell_finished(e: WholeExperiment, console: Console) -> int:
-    summary = summarize(Path(e.run_dir))
+    run_dir = Path(e.run_dir)
+    summary = summarize(run_dir)
+    if not Path(summary.report).is_dir():  # who interrupted it after its last step has none yet
+        from launch.report import write_report
+
+        summary = write_report(run_dir)
     console.print(summary.text(), highlight=False, markup=False, soft_wrap=True)
     more = "learner.steps" if summary.steps >= e.learner.steps else "data.epochs"
     console.print(

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from buffer.client import FOR_EVER, BufferClient
+from buffer.database import RunLock
 from buffer.dotted import is_dotted, resolve
 from buffer.experiment import DataConfig, ModelConfig
 from buffer.keys import client_keys, server_keys
@@ -87,6 +88,8 @@ def serve(experiment: LearnerExperiment, connect: Connect, open_sender: OpenSend
         stack.callback(parallel.shutdown)
         if _tell_finished(experiment):
             return
+        if parallel.rank() == 0:
+            stack.callback(RunLock(Path(experiment.run_dir), "learner").release)
         loop = _own_functions(experiment.learner)
         try:
             flow = _assemble(experiment, stop, connect, open_sender, stack)
@@ -351,7 +354,11 @@ def checkpoint_setup(experiment: LearnerExperiment | OfflineExperiment, start: s
     learner = experiment.learner
     layout = learner.parallel
     value = learner.value if isinstance(learner, LearnerConfig) else None
-    told = experiment.model_dump_json(include={"model", "data", "stage", "buffer", "learner", "seed"})
+    port = {"address"}  # a free one may be another at each start: that changes nothing
+    told = experiment.model_dump_json(
+        include={"model", "data", "stage", "buffer", "learner", "seed"},
+        exclude={"buffer": port, "learner": {"reference": port, "value": {"ranks": port}}},
+    )
     return Setup(
         dtype=experiment.model.dtype,
         distributed_optimizer=layout.distributed_optimizer,

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from buffer.database import RunLock
 from buffer.experiment import DataConfig
 from buffer.stream import open_stream
 from learner import parallel
@@ -50,6 +51,8 @@ def serve(experiment: OfflineExperiment) -> None:
     torch.set_num_threads(threads(experiment.learner.threads))
     with ExitStack() as stack:
         stack.callback(parallel.shutdown)
+        if parallel.rank() == 0:
+            stack.callback(RunLock(Path(experiment.run_dir), "learner").release)
         parts = _assemble(experiment, stop, stack)
         if not train(parts):
             logger.info("stopped after step %d: the same command goes on from there", parts.step)

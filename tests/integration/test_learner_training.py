@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from learner_runs import STEPS, Run, assert_same, continued, learn, make_model
+from learner_runs import STEPS, Run, assert_same, begin, continued, learn, learning, make_model
 from safetensors.torch import load_file
 
 from learner import conversion
@@ -336,3 +336,16 @@ def test_ranks_wait_for_a_silent_buffer_longer_than_a_collective_may_take(tmp_pa
     assert [row["step"] for row in run.rows] == [1, 2]
     assert run.told("published") == [0, 1, 2]
     assert run.told("committed")[-1] == 1, "the checkpoint before the last is kept"
+
+
+def test_a_second_learner_in_the_same_folder_is_refused(tmp_path, model):
+    run = Run(tmp_path, model, options={"gates": [1]})
+    with learning(run) as first:
+        first.made(1)
+        second = begin(1, [run])
+        told, _ = second.communicate(timeout=120)
+        assert second.returncode != 0
+        assert f"in use by another learner (process {first.process.pid})" in told
+        assert [row["step"] for row in run.rows] == [1], "the first one's metrics lie there as they were"
+        first.open(1)
+        first.made(STEPS)

@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,7 +18,7 @@ import yaml
 from rich.console import Console
 
 from buffer.database import RunLock
-from buffer.errors import BufferInUse
+from buffer.errors import FolderInUse
 from buffer.experiment import ConfigError
 from launch import local, services
 from launch.experiment import read
@@ -87,11 +88,13 @@ def test_a_finished_run_says_what_came_of_it_and_is_not_run_again(start, tmp_pat
     assert "target 0.8 REACHED: eval score 0.200 → 0.900" in output
     assert str(tmp_path / "run" / "model") in output
     assert (tmp_path / "run" / "report" / "summary.json").exists()
+    shutil.rmtree(tmp_path / "run" / "report")  # as of a run that was interrupted behind its last step
     for steps in (2, 1):
         code, output = start(FAILS, steps=steps)
         assert code == 0
         assert "is finished. To train on, raise learner.steps" in output
         assert "target 0.8 REACHED" in output
+    assert (tmp_path / "run" / "report" / "summary.json").exists()
 
 
 def test_a_failure_is_told_with_its_reason_and_how_to_go_on(start):
@@ -386,9 +389,10 @@ def test_a_buffer_started_by_hand_leaves_the_experiment_for_the_report(config_fi
     assert path.read_text() == "name: kept\n"
 
 
-def test_a_folder_whose_buffer_lives_is_refused_before_anything_starts(start, tmp_path):
-    lock = RunLock(tmp_path / "run")
-    with pytest.raises(BufferInUse, match=f"in use by another buffer .process {os.getpid()}"):
+@pytest.mark.parametrize("service", ["buffer", "learner"])
+def test_a_folder_whose_buffer_or_learner_lives_is_refused_before_anything_starts(service, start, tmp_path):
+    lock = RunLock(tmp_path / "run", service)
+    with pytest.raises(FolderInUse, match=f"in use by another {service} .process {os.getpid()}"):
         start(FINISHES)
     assert not (tmp_path / "run" / "logs").exists()
     lock.release()
