@@ -19,6 +19,9 @@ MAX_LEVELS = 100
 """Of lists and mappings in each other. msgpack reads a thousand, which nothing that recurses could then show,
 copy or write: far fewer than Python's own limit, and more than anybody's rows have."""
 
+ROUND_A_ROW = 10
+"""Of these, those that messages and rewards put round a row of data, and some to spare."""
+
 _NESTING = (list, dict)
 
 
@@ -103,11 +106,21 @@ def _short(value: Any) -> str:
     return shown if len(shown) <= 80 else f"{shown[:77]}..."
 
 
-def pack(value: dict[str, Any]) -> bytes:
+def pack(value: dict[str, Any], where: str = "header") -> bytes:
     try:
         return cast("bytes", msgpack.packb(value))
     except (TypeError, OverflowError, ValueError) as error:
-        raise BadMessage(f"header: only plain values can be sent: {error}") from None
+        raise BadMessage(f"{where}: only plain values can be sent: {error}") from None
+
+
+def check_row(row: dict[str, Any]) -> None:
+    """Whether a row of data can be sent.
+
+    Raises:
+        BadMessage: It holds what msgpack has no word for, or is nested deeper than a message may be.
+    """
+    pack(row, "row")
+    _check_levels(row, "row", MAX_LEVELS - ROUND_A_ROW)
 
 
 def unpack(frame: bytes | bytearray | memoryview, where: str, longest: int | None = None) -> dict[str, Any]:
@@ -122,12 +135,12 @@ def unpack(frame: bytes | bytearray | memoryview, where: str, longest: int | Non
     return mapping({where: value}, where)
 
 
-def _check_levels(value: Any, where: str) -> None:
+def _check_levels(value: Any, where: str, most: int = MAX_LEVELS) -> None:
     level: Iterable[Any] = [value]
-    for _ in range(MAX_LEVELS + 1):
+    for _ in range(most + 1):
         # By exact types, ten times as fast as `isinstance` of either: a group has hundreds of values.
         inside = [each if type(each) is list else each.values() for each in level if type(each) in _NESTING]
         if not inside:
             return
         level = chain.from_iterable(inside)
-    raise BadMessage(f"{where}: more than {MAX_LEVELS} lists and mappings in each other")
+    raise BadMessage(f"{where}: more than {most} lists and mappings in each other")

@@ -14,8 +14,10 @@ import numpy as np
 
 from buffer import cache
 from buffer.adapters import AUTO, Adapter, find
+from buffer.errors import BadMessage
 from buffer.examples import BadRow, Example, Stage
 from buffer.experiment import BlendSource, DataConfig, PromptSource
+from buffer.fields import check_row
 from buffer.order import Order, share
 from buffer.sources import open_table
 from buffer.tables import Table, first_rows
@@ -50,7 +52,12 @@ class Source:
         """
         row = place if self.share is None else int(self.share[place])
         try:
-            return self._fitted(self.adapter(self.table[row]))
+            example = self._fitted(self.adapter(self.table[row]))
+            if self.stage == "rl":  # a prompt goes to the rollout servers with its row
+                check_row(example.row)
+            return example
+        except BadMessage as error:
+            raise BadRow(str(error), self.table.where(row)) from None
         except BadRow as error:
             raise error.at(self.table.where(row)) from None
 
@@ -125,7 +132,7 @@ class ExampleStream:
         try:
             draw, data = int(position["draw"]), position["data"]
             counts = Counter({str(k): int(v) for k, v in position["counts"].items()})
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise ValueError(f"not a position in the data: {position!r}: {error!r}") from None
         if data != self._data or draw < 0:
             names = ", ".join(source.table.name for source in self._sources)

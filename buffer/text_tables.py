@@ -63,7 +63,7 @@ class TextTable:
     def __getitem__(self, row: int) -> Any:
         start, end, _ = (int(n) for n in self._spans[row])
         try:
-            text = os.pread(self._file, end - start, start).decode("utf-8-sig")
+            text = os.pread(self._file, end - start, start).decode("utf-8-sig").rstrip("\r\n")
             value = json.loads(text)
             if "\\u" in text:  # half of a character may be escaped, and could not be sent on
                 json.dumps(value, ensure_ascii=False).encode()
@@ -77,6 +77,8 @@ class TextTable:
             raise BadRow(f"not UTF-8: {error.reason} at byte {error.start} of the row") from None
         except RecursionError:
             raise BadRow("not JSON: nested too deeply") from None
+        except ValueError as error:  # a number of thousands of digits
+            raise BadRow(f"cannot be read: {error}") from None
 
     def where(self, row: int) -> str:
         return self._format.format(self.name, int(self._spans[row][2]))
@@ -139,10 +141,14 @@ def items(path: Path) -> Iterator[Span]:
             number += 1
             try:
                 length = window.decode(decoder)
-            except (json.JSONDecodeError, RecursionError) as error:
-                reason = getattr(error, "msg", "nested too deeply")
+            except (ValueError, RecursionError) as error:
+                deep = "nested too deeply" if isinstance(error, RecursionError) else str(error)
+                reason = getattr(error, "msg", deep)
                 raise ValueError(f"{path} item {number}: not JSON: {reason}") from None
             yield window.offset + window.at - length, window.offset + window.at, number
+        window.at += 1
+        if window.next_mark():
+            raise ValueError(f"{path} behind item {number}: expected nothing after the array's end")
 
 
 class _Window:

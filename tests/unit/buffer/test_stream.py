@@ -1,5 +1,6 @@
 import json
 import logging
+import math
 
 import pytest
 
@@ -41,6 +42,25 @@ def test_bad_rows_are_told_or_counted(tmp_path):
     assert [e.prompt for e in stream.take(9)] == ["a", "b"]
     assert stream.counts == {"bad_row": 2}
     with pytest.raises(BadRow, match=r"a\.jsonl:3: not JSON"):
+        open_stream(config(path), 1, "rl")
+
+
+@pytest.mark.parametrize(
+    ("odd", "told"),
+    [
+        ("9" * 30, "row: only plain values can be sent"),
+        ("9" * 5000, "cannot be read: Exceeds the limit"),
+        ("[" * 120 + "]" * 120, "row: more than 90 lists and mappings in each other"),
+    ],
+    ids=["integer", "digits", "depth"],
+)
+def test_a_row_that_could_not_be_sent_to_a_server_is_a_bad_one(odd, told, tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text(f'{{"prompt": "a"}}\n{{"prompt": "b", "x": {odd}}}\n{{"prompt": "c"}}\n')
+    stream = open_stream(config(path, epochs=1, shuffle=False, on_bad_row="skip"), 1, "rl")
+    assert [e.prompt for e in stream.take(9)] == ["a", "c"]
+    assert stream.counts == {"bad_row": 1}
+    with pytest.raises(BadRow, match=rf"a\.jsonl:2: {told}"):
         open_stream(config(path), 1, "rl")
 
 
@@ -118,7 +138,7 @@ def test_a_place_in_other_data_is_refused(tmp_path):
     written(path, [{"prompt": f"p{i}"} for i in (0, 1, 2, 3, 9)])
     with pytest.raises(ValueError, match="not the rows"):
         open_stream(config(path), 1, "rl").seek(position)
-    for nonsense in ({}, {"draw": "x"}, {**position, "counts": 3}):
+    for nonsense in ({}, {"draw": "x"}, {**position, "draw": math.inf}, {**position, "counts": 3}):
         with pytest.raises(ValueError, match="not a position"):
             open_stream(config(path), 1, "rl").seek(nonsense)
 

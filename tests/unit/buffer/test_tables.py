@@ -95,6 +95,13 @@ def test_a_broken_array_is_told_by_item(tmp_path, text, complaint):
         opened(path)
 
 
+def test_what_stands_behind_an_array_is_told_and_not_left_out(tmp_path):
+    path = tmp_path / "two.json"
+    path.write_text('[{"prompt": "a"}] \n [{"prompt": "b"}]')
+    with pytest.raises(ValueError, match=r"two\.json behind item 1: expected nothing after the array's end"):
+        opened(path)
+
+
 @pytest.mark.parametrize("kind", ["jsonl", "files"])
 def test_a_pipe_is_refused_rather_than_waited_for(tmp_path, kind):
     pipe = tmp_path / "rows.jsonl"
