@@ -1,5 +1,6 @@
 """The command `slipstream`. Imports nothing slow: `--help` and a mistake in the config answer at once."""
 
+import itertools
 import os
 import shlex
 import shutil
@@ -295,6 +296,7 @@ def measure(
     raise typer.Exit(measured(experiment, steps, train_seconds, command, open_console()))
 
 
+MOST_TRIED = 65_536
 Tried = Annotated[list[int] | None, typer.Option(help="To try; may be given several times.")]
 
 
@@ -342,6 +344,11 @@ def tune(
     tried = (servers or [], max_staleness or [], groups_per_batch or [])
     if min([1, *tried[0], *tried[2]]) < 1 or min([0, *tried[1]]) < 0:
         raise ValueError("--servers, --groups-per-batch: expected 1 or more; --max-staleness: 0 or more")
+    if max(0, *itertools.chain(*tried)) > MOST_TRIED:
+        raise ValueError(
+            f"--servers, --groups-per-batch, --max-staleness: expected at most {MOST_TRIED}; simulating more "
+            "takes hours"
+        )
     tuning_screen.tune(experiment, folder, assumed, *tried, open_console())
 
 

@@ -1,5 +1,6 @@
 """`slipstream generate` and `slipstream evaluate`, as a person sees them: progress, then what came of it."""
 
+import json
 import os
 import sys
 import time
@@ -40,7 +41,7 @@ def read(config: Path, overrides: list[str], model: Path | None) -> PredictionEx
             episode.
     """
     sys.path.append(os.getcwd())  # adapters and episodes are run here, and found where the services find them
-    given = [*overrides, *([f"model.path={model}"] if model else [])]
+    given = [*overrides, *([f"model.path={json.dumps(str(model))}"] if model else [])]
     experiment = load(config, given, PredictionExperiment)
     faults = model_folder.served("model.path", experiment.model.path, experiment.model.max_length)
     faults += engine_faults("rollout.engine", experiment.rollout.engine)

@@ -1,6 +1,8 @@
 """Whether a run that was stopped can go on under the configuration of now; told before anything starts."""
 
+import sqlite3
 from collections.abc import Collection
+from contextlib import closing
 from pathlib import Path
 
 from buffer import belongings
@@ -86,11 +88,11 @@ def check_forgotten(run_dir: Path, step: int) -> None:
     path = run_dir / "buffer.sqlite"
     if not path.is_file():
         return
-    connection = read_only(path)
-    try:
-        found = connection.execute("SELECT value FROM facts WHERE name = 'committed'").fetchone()
-    finally:
-        connection.close()
+    with closing(read_only(path)) as connection:
+        try:
+            found = connection.execute("SELECT value FROM facts WHERE name = 'committed'").fetchone()
+        except sqlite3.DatabaseError as error:
+            raise ValueError(f"{path}: damaged: {error}; restore it, or use another run_dir") from None
     if found is not None and step < found[0]:
         where = f"checkpoint step-{step:06d}" if step else "the start, for want of a checkpoint"
         raise ValueError(

@@ -126,7 +126,9 @@ class Output:
             beside.write_text(told)
             self.path.touch()
             return 0
-        if not beside.exists() or beside.read_text() != told:
+        if not beside.exists():
+            raise ValueError(f"{self.path}: it is there and nothing was generated into it; write to another")
+        if beside.read_text() != told:
             raise ValueError(
                 f"{self.path}: holds lines made with other settings (see {beside.name}); remove both "
                 "files or write to another"

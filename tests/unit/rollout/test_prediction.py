@@ -76,6 +76,9 @@ def test_a_restart_makes_only_what_is_missing_also_behind_half_a_line(tmp_path):
 def test_lines_of_other_settings_are_not_continued(tmp_path):
     path = tmp_path / "out.jsonl"
     asyncio.run(predict(ROWS, output(path), upside_down, 2))
+    (tmp_path / "own.jsonl").write_text("{}\n")
+    with pytest.raises(ValueError, match=r"own\.jsonl: it is there and nothing was generated into it"):
+        Output(tmp_path / "own.jsonl", {}).begin()
     with pytest.raises(ValueError, match=r"out\.jsonl: holds lines made with other settings"):
         output(path, model="another").begin()
     assert output(path).begin() == len(ROWS)
