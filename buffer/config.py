@@ -11,6 +11,7 @@ from buffer.experiment import (
     Experiment,
     LoggingConfig,
     RunLength,
+    Seconds,
     Section,
     SecurityConfig,
 )
@@ -39,7 +40,7 @@ class BufferConfig(Section):
     dynamic_sampling: bool = False
     """Drop groups whose rewards are all equal, count them and ask for others (DAPO, arXiv 2503.14476,
     section 3.2)."""
-    lease_timeout_s: float = Field(default=120.0, gt=0)
+    lease_timeout_s: Seconds = 120.0
     """A lease not renewed for this long goes back to the queue."""
     max_message_mib: int = Field(default=256, ge=1)
     """A larger message is refused."""

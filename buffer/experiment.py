@@ -36,6 +36,10 @@ LARGEST_NUMBER = 2**31 - 1
 """Of a setting that counts: more fits neither the store nor the wire."""
 
 
+Seconds = Annotated[float, Field(gt=0, le=1e6)]
+"""Of a deadline: eleven days at most, which timers that count milliseconds in 31 bits still hold."""
+
+
 class Section(BaseModel):
     """Base of every config section: immutable, and an unknown key is an error."""
 
@@ -216,7 +220,7 @@ class LoggingConfig(Section):
     samples_every: int = Field(default=10, ge=1)
     """Steps between the rollouts written to `samples.jsonl`."""
     level: Literal["DEBUG", "INFO", "WARNING"] = "INFO"
-    stalled_s: float = Field(default=600.0, gt=0)
+    stalled_s: Seconds = 600.0
     """When a service achieved nothing for so long, its log gets the stacks of its threads; `slipstream run`
     tells who waits for whom too."""
 

@@ -13,6 +13,7 @@ from buffer.experiment import (
     LoggingConfig,
     ModelConfig,
     PromptSource,
+    Seconds,
     Section,
     SecurityConfig,
 )
@@ -133,7 +134,7 @@ class PtxConfig(Section):
 class CheckpointConfig(Section):
     every: int | None = Field(default=10, ge=1)
     """Steps between checkpoints; null leaves it to `every_s`. The last step always has one."""
-    every_s: float | None = Field(default=None, gt=0)
+    every_s: Seconds | None = None
     """Seconds after the last one, at which the step that is being made gets one too; by rank 0's clock."""
     keep: int = Field(default=2, ge=1)
     export: bool = True
@@ -198,10 +199,10 @@ class LearnerConfig(TrainingConfig):
     loop: Annotated[str, AfterValidator(named())] | None = None
     """`package.module:function` of your own in the place of the main loop, called as f(flow) on every rank
     and written in the verbs of `learner.flow.Flow`."""
-    idle_s: float | None = Field(default=None, ge=0)
+    idle_s: float | None = Field(default=None, ge=0, le=1e6)
     """Sleep for so long in the place of training on a batch, and record it under RUN_DIR/recorded: measures
     the servers alone (docs/tuning.md). null trains."""
-    batch_timeout_s: float = Field(default=3600.0, gt=0)
+    batch_timeout_s: Seconds = 3600.0
     """No batch for this long ends the run with a diagnosis."""
     algorithm: AlgorithmConfig = AlgorithmConfig()
     value: ValueConfig | None = None

@@ -13,6 +13,7 @@ from buffer.experiment import (
     Experiment,
     LoggingConfig,
     ModelConfig,
+    Seconds,
     Section,
     SecurityConfig,
 )
@@ -137,7 +138,7 @@ class FunctionReward(_OfRows):
     """`package.module:function` called as f(completion_text, row) -> float or dict of named parts."""
     weight: float = Field(default=1.0, allow_inf_nan=False)
     """In the total; 0 does not compute it."""
-    timeout_s: float = Field(default=5.0, gt=0)
+    timeout_s: Seconds = 5.0
     """A completion whose reward takes longer is dropped and counted."""
     workers: int = Field(default=1, ge=1)
     """Processes that compute rewards."""
@@ -160,7 +161,7 @@ class ModelReward(_OfRows):
     """Longest sequence in tokens, prompt and completion together; null takes the policy's."""
     clip: float | None = Field(default=None, gt=0)
     """The score is clipped to [-clip, clip]; null leaves it as it is."""
-    timeout_s: float = Field(default=300.0, gt=0)
+    timeout_s: Seconds = 300.0
     """A completion not scored by then is given up, and its prompt queued again: long enough for a scorer that
     died to be started again."""
     engine: EngineConfig = EngineConfig()
@@ -194,7 +195,7 @@ class RolloutConfig(Section):
     """Completions per prompt."""
     max_groups: int = Field(default=16, ge=1)
     """Groups one server works on at a time."""
-    group_timeout_s: float = Field(default=600.0, gt=0)
+    group_timeout_s: Seconds = 600.0
     """A group not finished by then is given up and its prompt goes back to the queue."""
     on_update: OnUpdate = "keep"
     """What becomes of running completions when a version comes in: `keep` goes on with the key-value cache of

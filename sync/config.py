@@ -1,8 +1,11 @@
 """The sync section of the experiment file. Plain pydantic: this package imports no other house."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
+
+Seconds = Annotated[float, Field(gt=0, le=1e6)]
+"""As the other sections have them."""
 
 
 class SyncConfig(BaseModel):
@@ -23,9 +26,9 @@ class SyncConfig(BaseModel):
     memory that the learner shares with them."""
     bucket_mib: int | None = Field(default=None, ge=1)
     """Bytes broadcast at a time; null takes 64 on CPU and 512 on GPU."""
-    join_timeout_s: float = Field(default=1200.0, gt=0)
+    join_timeout_s: Seconds = 1200.0
     """How long the first publish waits for the first member: an engine may load a large model for minutes."""
-    transfer_timeout_s: float = Field(default=60.0, gt=0)
+    transfer_timeout_s: Seconds = 60.0
     """Deadline of each phase of a publish: regroup, each bucket, load."""
-    heartbeat_timeout_s: float = Field(default=30.0, gt=0)
+    heartbeat_timeout_s: Seconds = 30.0
     """A member silent for this long is evicted."""
