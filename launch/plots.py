@@ -110,14 +110,17 @@ def draw_trained(axes: Axes, history: History, name: str, title: str) -> bool:
 
 
 def draw_reward(axes: Axes, history: History, target: float | None) -> bool:
-    """Training reward of each step, faint, under its moving mean; evaluation scores as marks."""
+    """Training reward of each batch, faint, under its moving mean; evaluation scores as marks."""
     steps, rewards = history.series("reward/mean")
+    ages = dict(zip(*history.series("staleness/mean"), strict=True))
+    # By the version that answered, as evaluations are: step s trains version s - 1, on answers of that age.
+    answered = [step - 1 - ages.get(step, 0.0) for step in steps]
     versions = sorted(history.scores)
     if not steps and not versions:
         return False
     if steps:
-        axes.plot(steps, rewards, color=BLUE, alpha=0.25, linewidth=1.2)
-        axes.plot(steps, smooth(rewards), color=BLUE, label="training reward, moving mean")
+        axes.plot(answered, rewards, color=BLUE, alpha=0.25, linewidth=1.2, label="training reward")
+        axes.plot(answered, smooth(rewards), color=BLUE, label="its moving mean")
     if versions:
         scores = [float(history.scores[v]["score"]) for v in versions]
         errors = [float(history.scores[v].get("stderr") or 0) for v in versions]
@@ -131,7 +134,7 @@ def draw_reward(axes: Axes, history: History, target: float | None) -> bool:
     if target is not None:
         axes.axhline(target, color=GREY, linestyle="--", linewidth=1.2, label=f"target {target:g}")
     axes.margins(y=0.15)
-    _finish(axes, "Reward", "policy version", "mean reward")
+    _finish(axes, "Reward", "policy version that answered", "mean reward")
     axes.legend(loc="best")
     return True
 
