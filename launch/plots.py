@@ -125,12 +125,14 @@ def draw_reward(axes: Axes, history: History, target: float | None) -> bool:
         scores = [float(history.scores[v]["score"]) for v in versions]
         errors = [float(history.scores[v].get("stderr") or 0) for v in versions]
         axes.errorbar(
-            versions, scores, errors, fmt="o-", color=ORANGE, markersize=7, linewidth=1.5, capsize=3,
+            versions, scores, errors, fmt="o-" if len(versions) > 2 else "o",  # two points are no trend
+            color=ORANGE, markersize=7, linewidth=1.5, capsize=3,
             label="held-out evaluation ± standard error",
         )  # fmt: skip
-        for version, score in ((versions[0], scores[0]), (versions[-1], scores[-1])):
-            axes.annotate(f"{score:.2f}", (version, score), (0, 9), textcoords="offset points", ha="center",
-                          color=ORANGE, weight="bold")  # fmt: skip
+        for place, side in ((0, "left"), (-1, "right")):  # beside the error bar, towards the middle
+            score, offset = scores[place], 10 if side == "left" else -10
+            axes.annotate(f"{score:.2f}", (versions[place], score), (offset, 5), textcoords="offset points",
+                          ha=side, color=ORANGE, weight="bold")  # fmt: skip
     if target is not None:
         axes.axhline(target, color=GREY, linestyle="--", linewidth=1.2, label=f"target {target:g}")
     axes.margins(y=0.15)

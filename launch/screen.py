@@ -5,7 +5,7 @@ Consumes: the run's history and the services' logs, read again twice a second. W
 
 import re
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
@@ -47,6 +47,8 @@ ALARM = re.compile(
 STOPPING = "stopping"
 LONGEST_ALARM = 300
 """Characters of one that are shown."""
+SAID_IN_FULL = 3
+"""So often the same alarm is shown; then the tenth, the hundredth and so on."""
 MOST_ALARMS = 4
 """Shown at a time; the log files have all of them."""
 
@@ -136,6 +138,8 @@ class Alarms:
     def __init__(self, logs: Path, keep: int = 3):
         self.logs = logs
         self.last: deque[str] = deque(maxlen=keep)
+        self._said: Counter[tuple[Path, str]] = Counter()
+        """Of each log and alarm, its numbers aside."""
         self._offsets = {path: path.stat().st_size for path in logs.glob("*.log")}
 
     def refresh(self) -> list[str]:
@@ -148,13 +152,28 @@ class Alarms:
                 self._offsets[path] = self._offsets.get(path, 0) + len(whole) + 1
             lines = whole.decode(errors="replace").splitlines()
             alarms = [alarm for line in lines if (alarm := ALARM.match(line))]
-            told = [f"{path.stem} │ {a['time']} {a['rank'] or ''}{_shortened(a['text'])}" for a in alarms]
+            told = [line for alarm in alarms if (line := self._line(path, alarm))]
             if len(told) > MOST_ALARMS:
                 more = f"{path.stem} │ … and {len(told) - MOST_ALARMS + 1} more, all of them in {path}"
                 told = [*told[: MOST_ALARMS - 1], more]
             found += told
         self.last.extend(found)
         return found
+
+    def _line(self, path: Path, alarm: re.Match[str]) -> str | None:
+        """What is shown of one; None of one that was said before, its numbers aside."""
+        said = path, re.sub(r"\d+", "0", alarm["text"])
+        self._said[said] += 1
+        times = self._said[said]
+        if not _is_told(times):
+            return None
+        again = f" (said {times} times, all of them in {path})" if times > SAID_IN_FULL else ""
+        return f"{path.stem} │ {alarm['time']} {alarm['rank'] or ''}{_shortened(alarm['text'])}{again}"
+
+
+def _is_told(times: int) -> bool:
+    """The first ones, and then ever fewer."""
+    return times <= SAID_IN_FULL or times == 10 ** (len(str(times)) - 1)
 
 
 def _shortened(text: str) -> str:

@@ -156,10 +156,27 @@ def test_alarms_are_the_services_own_new_warnings(tmp_path):
     assert alarms.refresh() == []
 
 
+def test_what_is_said_again_and_again_is_shown_ever_more_rarely(tmp_path):
+    log = tmp_path / "server-0.log"
+    log.touch()
+    alarms, shown = Alarms(tmp_path), []
+    for number in range(120):
+        with log.open("a") as file:
+            file.write(
+                f"2026-01-01 00:00:{number % 60:02},000 WARNING rollout.loop: prompt 1/{number} fails\n"
+            )
+        shown += alarms.refresh()
+    told = [line.partition(": ")[2] or line for line in shown]
+    assert len(shown) == 5, told
+    assert "prompt 1/2 fails" in shown[2]
+    assert f"prompt 1/9 fails (said 10 times, all of them in {log})" in shown[3]
+    assert "prompt 1/99 fails (said 100 times" in shown[4]
+
+
 def test_a_flood_of_alarms_is_cut_and_counted(tmp_path):
     alarms = Alarms(tmp_path)
     line = "2026-01-01 00:00:01,000 WARNING rollout.loop: gave up prompt {}: " + "x" * 5000 + "\n"
-    (tmp_path / "server-0.log").write_text("".join(line.format(i) for i in range(50)))
+    (tmp_path / "server-0.log").write_text("".join(line.format(chr(0x3B1 + i)) for i in range(50)))
     found = alarms.refresh()
     assert len(found) == MOST_ALARMS
     assert found[-1] == f"server-0 │ … and 47 more, all of them in {tmp_path}/server-0.log"
