@@ -113,10 +113,11 @@ def watch(e: WholeExperiment, history: History, supervisor: Supervisor, screen: 
 
 
 def stopping_line(history: History, failure: Failure | None) -> str:
-    """What is waited for: a checkpoint needs a step, the learner and its value model."""
+    """Why, and what is waited for: a checkpoint needs a step, the learner and its value model."""
     keeps = max(history.steps, default=0) > 0 and (failure is None or failure.service not in KEEPERS)
-    what = "stopping: the learner writes a checkpoint" if keeps else "stopping"
-    return f"{what}; Ctrl-C again ends everything at once"
+    what = f"{failure.service} {failure.reason}; stopping the others" if failure else "stopping"
+    kept = ": the learner writes a checkpoint" if keeps else ""
+    return f"{what}{kept}; Ctrl-C {'twice' if failure else 'again'} ends everything at once"
 
 
 def _ended_early(e: WholeExperiment, history: History, supervisor: Supervisor, role: str) -> Failure | None:

@@ -170,7 +170,10 @@ def test_a_checkpoint_is_announced_where_one_will_be_written(steps, lost, kept, 
     failure = lost and Failure(lost, "was ended by SIGKILL", [], Path("its.log"))
     told = local.stopping_line(history, failure or None)
     assert ("the learner writes a checkpoint" in told) == kept
-    assert told.endswith("; Ctrl-C again ends everything at once")
+    assert told.startswith(
+        "stopping" if lost is None else f"{lost} was ended by SIGKILL; stopping the others"
+    )
+    assert told.endswith(f"; Ctrl-C {'twice' if lost else 'again'} ends everything at once")
 
 
 def test_a_resumed_run_tells_what_changed(start, config_file):
