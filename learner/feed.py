@@ -102,9 +102,22 @@ class Feed:
             asked.cancel()
         return command, None
 
-    def frontier(self) -> int | None:
-        """Batches that the buffer has assembled so far; None when the job is to stop before it answers."""
+    def frontier(self, max_staleness: int) -> int | None:
+        """Batches that the buffer has assembled so far; None when the job is to stop before it answers.
+
+        Args:
+            max_staleness: By which this job's corrections were chosen and checked.
+
+        Raises:
+            ValueError: The buffer keeps to another.
+        """
         status = self._tell("status", lambda buffer: buffer.status())
+        theirs = max_staleness if status is None else status.get("max_staleness", max_staleness)
+        if theirs != max_staleness:
+            raise ValueError(
+                f"buffer.max_staleness={max_staleness} here, and the buffer was started with {theirs}; start "
+                "both with the same"
+            )
         known = -1 if status is None else int(status["frontier"])
         told = collectives.broadcast_numbers([known])[0]
         return None if told < 0 else told

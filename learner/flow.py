@@ -71,7 +71,7 @@ class Flow:
     def open(self) -> None:
         """Bring the policy to the servers, unless they hold a later one: of the batches that the buffer
         assembled before a restart, this trains again what its checkpoint lacks."""
-        frontier = self._feed.frontier()
+        frontier = self._feed.frontier(self.experiment.buffer.max_staleness)
         if frontier is None:
             self.interrupted = True
             return

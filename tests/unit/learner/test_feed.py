@@ -52,7 +52,14 @@ class Scripted:
 
     async def status(self):
         self.over_after -= 1
-        return {"over": self.over_after < 0, "frontier": 4, "stored": 3, "leased": 0, "loop_lag_s": 0.1}
+        return {
+            "over": self.over_after < 0,
+            "frontier": 4,
+            "stored": 3,
+            "leased": 0,
+            "loop_lag_s": 0.1,
+            "max_staleness": 2,
+        }
 
 
 @pytest.fixture(scope="module")
@@ -163,11 +170,13 @@ def test_a_job_that_is_to_stop_does_not_wait_for_a_buffer_that_is_gone(world, ca
         signalled.set()
         telling.join(5.0)
         assert not telling.is_alive()
-        assert Feed(silent, 30).frontier() is None
+        assert Feed(silent, 30).frontier(2) is None
     told = [r.message for r in caplog.records if r.name == "learner.line"]
     assert told[0] == "no answer (batches below 3 are in a checkpoint): stopping without it"
 
 
 def test_the_frontier_is_the_buffers(world):
     with BufferLine(lambda: Scripted()) as line:
-        assert Feed(line, 30).frontier() == 4
+        assert Feed(line, 30).frontier(2) == 4
+        with pytest.raises(ValueError, match="max_staleness=0 here, and the buffer was started with 2"):
+            Feed(line, 30).frontier(0)
