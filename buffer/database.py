@@ -1,4 +1,4 @@
-"""The buffer's file: its tables, how it is opened, and the lock that keeps a second buffer out.
+"""The buffer's file: its tables, and how it is opened.
 
 WAL with synchronous=FULL: a commit is in the log and the log is fsynced before it returns, so an acknowledged
 group survives `kill -9` and power loss alike. With NORMAL the log is only fsynced at checkpoints: kill -9
@@ -7,15 +7,11 @@ acknowledged group would be gone. Group commit makes one fsync serve every group
 one.
 """
 
-import fcntl
-import os
 import sqlite3
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-
-from buffer.errors import FolderInUse
 
 LAYOUT = 4
 """Raised by one whenever the tables change; a file of another layout is refused."""
@@ -164,31 +160,3 @@ def under(counters: dict[str, int], prefix: str) -> dict[str, int]:
 def read_only(path: Path) -> sqlite3.Connection:
     """A second connection for reading beside the writer."""
     return sqlite3.connect(f"file:{path}?mode=ro", uri=True, isolation_level=None, check_same_thread=False)
-
-
-class RunLock:
-    """Held for as long as a service that there is one of uses the run folder; the kernel lets it go when the
-    process dies.
-
-    Raises:
-        FolderInUse: Another one lives.
-    """
-
-    def __init__(self, run_dir: Path, service: str) -> None:
-        run_dir.mkdir(parents=True, exist_ok=True)
-        self._file = (run_dir / f"{service}.lock").open("a+")
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            self._file.seek(0)
-            holder = self._file.read().strip()
-            self._file.close()
-            raise FolderInUse(
-                f"{run_dir}: in use by another {service} (process {holder}); stop it or set another run_dir"
-            ) from None
-        self._file.truncate(0)
-        self._file.write(f"{os.getpid()}\n")
-        self._file.flush()
-
-    def release(self) -> None:
-        self._file.close()

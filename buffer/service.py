@@ -15,11 +15,11 @@ import uvloop
 
 from buffer.commits import happens
 from buffer.config import BufferExperiment
-from buffer.database import RunLock
 from buffer.errors import DiskFailed, Fruitless, StoreDamaged
 from buffer.keys import server_keys
 from buffer.ledger import MOST_EQUAL
 from buffer.prompts import EVAL_SEED, load_rows, open_prompts
+from buffer.run_lock import RunLock
 from buffer.server import BufferServer
 from buffer.stacks import Stillness
 from buffer.store import Sources, Store

@@ -13,8 +13,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from buffer.database import RunLock
 from buffer.experiment import Experiment
+from buffer.run_lock import RunLock
 from launch import resuming
 from launch.experiment import WholeExperiment, addresses, apart, differences, dump, resolved, reward_models
 from launch.history import History

@@ -14,10 +14,11 @@ from typing import Any
 import torch
 
 from buffer.client import FOR_EVER, BufferClient
-from buffer.database import RunLock
 from buffer.dotted import is_dotted, resolve
+from buffer.errors import FolderInUse
 from buffer.experiment import DataConfig, ModelConfig
 from buffer.keys import client_keys, server_keys
+from buffer.run_lock import RunLock
 from buffer.stream import open_stream
 from learner import collectives, convert, ending, families, parallel
 from learner.alone import sleep_through
@@ -88,8 +89,7 @@ def serve(experiment: LearnerExperiment, connect: Connect, open_sender: OpenSend
         stack.callback(parallel.shutdown)
         if _tell_finished(experiment):
             return
-        if parallel.rank() == 0:
-            stack.callback(RunLock(Path(experiment.run_dir), "learner").release)
+        hold_folder(experiment.run_dir, stack)
         loop = _own_functions(experiment.learner)
         try:
             flow = _assemble(experiment, stop, connect, open_sender, stack)
@@ -116,6 +116,22 @@ def serve(experiment: LearnerExperiment, connect: Connect, open_sender: OpenSend
         if flow.finish() and parallel.rank() == 0:
             ending.write(experiment, flow.version)
         logger.info("finished after step %d", flow.version)
+
+
+def hold_folder(run_dir: str, stack: ExitStack) -> None:
+    """Keep every other learner out of it, until the stack ends. Collective.
+
+    Raises:
+        FolderInUse: One is at work there.
+    """
+    refused: FolderInUse | None = None
+    if parallel.rank() == 0:
+        try:
+            stack.callback(RunLock(Path(run_dir), "learner").release)
+        except FolderInUse as error:
+            refused = error
+    if collectives.broadcast_numbers([refused is not None])[0]:
+        raise refused or FolderInUse(f"{run_dir}: in use by another learner, as rank 0 says")
 
 
 def _tell_finished(experiment: LearnerExperiment) -> bool:

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from buffer.database import RunLock
 from buffer.experiment import DataConfig
 from buffer.stream import open_stream
 from learner import parallel
@@ -24,7 +23,14 @@ from learner.offline.stages import Stage, make_stage
 from learner.offline.trainer import Prepared, Trainer
 from learner.optimizer import make_trainable
 from learner.schedule import CheckpointSchedule
-from learner.service import check_start, checkpoint_setup, export, reference_of, threads
+from learner.service import (
+    check_start,
+    checkpoint_setup,
+    export,
+    hold_folder,
+    reference_of,
+    threads,
+)
 from learner.stop import StopFlag
 
 logger = logging.getLogger(__name__)
@@ -51,8 +57,7 @@ def serve(experiment: OfflineExperiment) -> None:
     torch.set_num_threads(threads(experiment.learner.threads))
     with ExitStack() as stack:
         stack.callback(parallel.shutdown)
-        if parallel.rank() == 0:
-            stack.callback(RunLock(Path(experiment.run_dir), "learner").release)
+        hold_folder(experiment.run_dir, stack)
         parts = _assemble(experiment, stop, stack)
         if not train(parts):
             logger.info("stopped after step %d: the same command goes on from there", parts.step)

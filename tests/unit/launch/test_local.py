@@ -17,9 +17,9 @@ import pytest
 import yaml
 from rich.console import Console
 
-from buffer.database import RunLock
 from buffer.errors import FolderInUse
 from buffer.experiment import ConfigError
+from buffer.run_lock import RunLock
 from launch import local, services
 from launch.experiment import read
 from launch.history import History
