@@ -130,7 +130,6 @@ class BufferServer:
             **numbers,
             **traffic,
             "transactions": self._commits.transactions,
-            "max_staleness": self._config.max_staleness,
             "servers": self.peers.live(self._config.lease_timeout_s),
         }
 

@@ -310,6 +310,7 @@ class Store:
         stock, counters = self.stock(), self.database.counters()
         epoch, position = self.ledger.place()
         return {
+            "max_staleness": self._rules.max_staleness,
             "version": stock.published,
             "published": stock.published,
             "frontier": stock.assembled,

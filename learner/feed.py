@@ -68,7 +68,7 @@ BufferLine = Line[BatchSource]
 
 
 class Feed:
-    """Hands every rank its shard, and every rank the same command. All methods but `close` are collective."""
+    """Hands every rank its shard, and every rank the same command. All but `finished` is collective."""
 
     def __init__(self, line: BufferLine | None, timeout_s: float) -> None:
         """Args:
@@ -97,7 +97,7 @@ class Feed:
         asked = self._ask(index) if parallel.rank() == 0 else None
         command = self._wait(asked, wanted, f"no batch {index}")
         if command is Command.TRAIN:
-            return command, self._shard(index, asked)
+            return self._shard(index, asked, wanted)
         if asked is not None:
             asked.cancel()
         return command, None
@@ -112,7 +112,7 @@ class Feed:
             ValueError: The buffer keeps to another.
         """
         status = self._tell("status", lambda buffer: buffer.status())
-        theirs = max_staleness if status is None else status.get("max_staleness", max_staleness)
+        theirs = max_staleness if status is None else int(status["max_staleness"])
         if theirs != max_staleness:
             raise ValueError(
                 f"buffer.max_staleness={max_staleness} here, and the buffer was started with {theirs}; start "
@@ -203,24 +203,41 @@ class Feed:
 
         return self._line.ask(question)
 
-    def _shard(self, index: int, asked: "Future[Batch] | None") -> Batch:
+    def _shard(
+        self, index: int, asked: "Future[Batch] | None", wanted: Callable[[], Command]
+    ) -> tuple[Command, Batch | None]:
+        """TRAIN with this rank's shard, or STOP: of a batch that not all ranks have nothing is trained."""
         frames = future = None
         if self._line is not None:
             # The batch is assembled by now: rank 0 has its shard of it.
             future = asked or self._ask(index)
+        started, word_s = time.monotonic(), FIRST_WORD_S
         # Nobody goes on alone: who waited in training for a rank that has no shard yet would wait too long
         # where the buffer is gone meanwhile.
-        while collectives.max_over_world([future is not None and not done_within(future, TICK_S)])[0]:
+        while True:
+            lacks = future is not None and not done_within(future, TICK_S)
+            stops = parallel.rank() == 0 and wanted() is Command.STOP
+            lacking, stopping = collectives.max_over_world([lacks, stops])
+            if not lacking:
+                break
+            if stopping:
+                if future is not None:
+                    future.cancel()
+                return Command.STOP, None
             if self._denied_s > self._timeout_s:
                 raise NoBatch(f"rank {parallel.rank()}: its shard of batch {index} did not come")
+            if time.monotonic() - started > word_s:
+                if lacks:
+                    logger.info("no shard of batch %d for %.0f s: %s", index, word_s, self._diagnosis())
+                word_s *= 2
         if future is not None:
             _raise_as_no_batch(future.exception(), f"no batch {index}")
             batch = future.result()
             if parallel.tp_size() * parallel.pp_size() == 1:
-                return batch
+                return Command.TRAIN, batch
             frames = encode_batch(batch)
         source, group = parallel.model_parallel_source(), parallel.model_parallel_group()
-        return decode_batch(collectives.broadcast_frames(frames, source, group))
+        return Command.TRAIN, decode_batch(collectives.broadcast_frames(frames, source, group))
 
 
 def _raise_as_no_batch(error: BaseException | None, what: str) -> None:

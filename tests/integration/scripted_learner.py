@@ -9,7 +9,7 @@ ends; of `kill_in`, a moment of KILLED_IN and a number, it survives so many and 
 `frontier` is the buffer's. With `own_samples`, the model's folder, a batch is what the published policy
 answers, and its reward the share of even tokens. Each batch of `gates` comes once there is a file
 `open-INDEX` in the folder. A collective takes at most `collective_s`, and the buffer answers the first
-question of each kind after `silent_s`.
+question of each kind, or of those in `silent`, after `silent_s`. `bound` is its max_staleness.
 """
 
 import asyncio
@@ -27,6 +27,7 @@ from typing import Any
 
 import numpy as np
 
+from buffer.config import BufferConfig
 from buffer.errors import DataExhausted
 from buffer.experiment import load
 from buffer.records import Batch, Group, Trajectory
@@ -115,7 +116,7 @@ class ScriptedBuffer:
         self._answered: set[str] = set()
 
     async def _silence(self, verb: str) -> None:
-        if verb not in self._answered:
+        if verb not in self._answered and verb in self._options.get("silent", [verb]):
             self._answered.add(verb)
             await asyncio.sleep(self._options.get("silent_s", 0))
 
@@ -159,7 +160,8 @@ class ScriptedBuffer:
 
     async def status(self) -> dict[str, object]:
         await self._silence("status")
-        return {"frontier": self._options.get("frontier", 0), "over": True}
+        bound = self._options.get("bound", BufferConfig().max_staleness)
+        return {"frontier": self._options.get("frontier", 0), "over": True, "max_staleness": bound}
 
     def _note(self, what: str, number: int) -> None:
         with (self._out / "told.jsonl").open("a") as file:

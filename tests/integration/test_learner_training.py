@@ -5,6 +5,7 @@ Starting processes takes most of the time, so all runs of a world size share the
 
 import json
 import shutil
+import time
 from pathlib import Path
 
 import pytest
@@ -338,14 +339,42 @@ def test_ranks_wait_for_a_silent_buffer_longer_than_a_collective_may_take(tmp_pa
     assert run.told("committed")[-1] == 1, "the checkpoint before the last is kept"
 
 
-def test_a_second_learner_in_the_same_folder_is_refused(tmp_path, model):
+def test_ranks_that_wait_for_one_without_a_shard_stop_when_told_to(tmp_path, model):
+    options = {"silent": ["batch"], "silent_s": 200.0}
+    run = Run(tmp_path, model, options=options)
+    process = begin(2, [run])
+    try:
+        deadline = time.monotonic() + 120
+        while not (tmp_path / "out/told.jsonl").exists() or 0 not in run.told("published"):
+            assert process.poll() is None, process.communicate()[0][-3000:]
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        time.sleep(2.0)  # rank 0 has its shard
+        process.terminate()
+        process.communicate(timeout=25)
+    finally:
+        process.kill()
+    assert "stopped after step 0: the same command goes on from there" in run.log
+
+
+def test_a_buffer_of_another_bound_is_refused(tmp_path, model):
+    run = Run(tmp_path, model, options={"bound": 5})
+    started = begin(1, [run])
+    told, _ = started.communicate(timeout=120)
+    assert started.returncode != 0
+    assert "buffer.max_staleness=2 here, and the buffer was started with 5" in told
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_second_learner_in_the_same_folder_is_refused(ranks, tmp_path, model):
     run = Run(tmp_path, model, options={"gates": [1]})
     with learning(run) as first:
         first.made(1)
-        second = begin(1, [run])
+        second = begin(ranks, [run])
         told, _ = second.communicate(timeout=120)
         assert second.returncode != 0
         assert f"in use by another learner (process {first.process.pid})" in told
+        assert told.count("in use by another learner") >= ranks
         assert [row["step"] for row in run.rows] == [1], "the first one's metrics lie there as they were"
         first.open(1)
         first.made(STEPS)

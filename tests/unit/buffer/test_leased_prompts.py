@@ -37,6 +37,7 @@ def test_a_bad_row_is_dropped_and_counted(tmp_path):
         assert [lease.prompt.row for lease in leases] == [{"prompt": "a"}, {"prompt": "c"}]
         assert store.take_changes() == (True, True)
         assert store.status()["dropped"] == {"bad_row": 1}
+        assert store.status()["max_staleness"] == 4, "which a learner holds its own against"
         assert [lease.prompt.prompt_id for lease in store.lease("server", "request", 3)] == ["0/0", "0/2"]
     states = dict(store.database.run("SELECT prompt_id, state FROM prompts").fetchall())
     assert states == {"0/0": "leased", "0/1": "dropped", "0/2": "leased"}
