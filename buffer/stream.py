@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 LOOKED_AT = 16
 """First rows that tell a source's shape."""
-RULES = 4
+RULES = 5
 """Raised by one whenever a row that passed may be refused: large files are then checked anew."""
 
 

@@ -28,6 +28,9 @@ CUT_OFF = 16
 LONGEST_EXPONENT = 3
 """A number that ends nearer to the end of what was given may go on: `1` in front of `.` or `e+`."""
 
+SCANS = 2
+"""Raised by one whenever a file that was scanned may be refused, or cut otherwise: large ones are anew."""
+
 Span = tuple[int, int, int]
 """Start and end in bytes, and the number a person would look for: of the line or of the item, from 1."""
 Scan = Callable[[Path], Iterator[Span]]
@@ -104,7 +107,7 @@ def _spans(path: Path, scan: Scan, key: str | None) -> np.ndarray:
         write(memory)
         flat = np.frombuffer(memory.getvalue(), np.uint64)
     else:
-        kept = cache.made(f"{key}.{scan.__name__}", write)
+        kept = cache.made(f"{key}.{SCANS}.{scan.__name__}", write)
         flat = np.memmap(kept, np.uint64, "r") if kept.stat().st_size else np.empty(0, np.uint64)
     return flat.reshape(-1, 3)
 

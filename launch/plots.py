@@ -1,8 +1,8 @@
 """The pictures of a report. Each takes a history and draws into a figure; nothing here reads files."""
 
 import math
-from collections.abc import Callable, Sequence
-from itertools import pairwise
+from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -109,12 +109,17 @@ def draw_trained(axes: Axes, history: History, name: str, title: str) -> bool:
     return True
 
 
+def answered_by(steps: Sequence[int], ages: Mapping[int, float]) -> list[float]:
+    """The version of each step's answers, by their first tokens, as evaluations are by version: step s trains
+    version s − 1, on answers of that age. It never falls, whatever a single batch's age."""
+    return list(accumulate((step - 1 - ages.get(step, 0.0) for step in steps), max))
+
+
 def draw_reward(axes: Axes, history: History, target: float | None) -> bool:
     """Training reward of each batch, faint, under its moving mean; evaluation scores as marks."""
     steps, rewards = history.series("reward/mean")
     ages = dict(zip(*history.series("staleness/mean"), strict=True))
-    # By the version that answered, as evaluations are: step s trains version s - 1, on answers of that age.
-    answered = [step - 1 - ages.get(step, 0.0) for step in steps]
+    answered = answered_by(steps, ages)
     versions = sorted(history.scores)
     if not steps and not versions:
         return False

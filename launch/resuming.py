@@ -91,6 +91,8 @@ def check_forgotten(run_dir: Path, step: int) -> None:
     with closing(read_only(path)) as connection:
         try:
             found = connection.execute("SELECT value FROM facts WHERE name = 'committed'").fetchone()
+        except sqlite3.OperationalError:
+            return  # nothing in it yet; the buffer tells what is wrong with it, if anything is
         except sqlite3.DatabaseError as error:
             raise ValueError(f"{path}: damaged: {error}; restore it, or use another run_dir") from None
     if found is not None and step < found[0]:

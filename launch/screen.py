@@ -47,6 +47,8 @@ ALARM = re.compile(
 STOPPING = "stopping"
 LONGEST_ALARM = 300
 """Characters of one that are shown."""
+LONE_NUMBER = re.compile(r"(?<![\w-])\d[\d.,:/]*")
+"""One that is no part of a name, such as a server's or a checkpoint's."""
 SAID_IN_FULL = 3
 """So often the same alarm is shown; then the tenth, the hundredth and so on."""
 MOST_ALARMS = 4
@@ -162,7 +164,7 @@ class Alarms:
 
     def _line(self, path: Path, alarm: re.Match[str]) -> str | None:
         """What is shown of one; None of one that was said before, its numbers aside."""
-        said = path, re.sub(r"\d+", "0", alarm["text"])
+        said = path, LONE_NUMBER.sub("0", alarm["text"])
         self._said[said] += 1
         times = self._said[said]
         if not _is_told(times):

@@ -138,8 +138,8 @@ def reshard(
     meta = check(checkpoint)
     if meta.get("lora") or meta.get("value_lora"):
         raise ValueError(
-            f"{checkpoint}: it holds adapters alone, which are not cut anew; resume from it as it is, it "
-            "loads under every layout"
+            f"{checkpoint}: of a model with adapters it holds these alone, which are not cut anew; resume "
+            "from it as it is, it loads under every layout"
         )
     held = {part: families.read(folder, stored_head(checkpoint / part)) for part, folder in folders.items()}
     for family in held.values():

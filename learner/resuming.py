@@ -100,7 +100,8 @@ def obstacle(
         if theirs != ours:
             return f"{path}: written with {key}={theirs}, this run has {ours}; {back}"
     pairs = [("learner.lora", meta.get("lora"), lora)]
-    pairs += [("learner.value.lora", meta.get("value_lora"), value_lora)] if value else []
+    if value and (path / VALUE).is_dir():
+        pairs.append(("learner.value.lora", meta.get("value_lora"), value_lora))
     for key, theirs, ours in pairs:
         if theirs != ours:
             return f"{path}: written with {key}={told(theirs)}, this run has {told(ours)}; {back}"

@@ -139,7 +139,7 @@ class FunctionReward(_OfRows):
     weight: float = Field(default=1.0, allow_inf_nan=False)
     """In the total; 0 does not compute it."""
     timeout_s: Seconds = 5.0
-    """A completion whose reward takes longer is dropped and counted."""
+    """A completion whose reward takes longer fails, and with it its group; the prompt is queued again."""
     workers: int = Field(default=1, ge=1)
     """Processes that compute rewards."""
     memory_mib: int = Field(default=4096, ge=16)

@@ -95,7 +95,7 @@ def test_adapters_of_a_value_model_are_fused_in_what_is_exported_and_converted(m
     found = load_file(tmp_path / "value" / "model.safetensors")
     assert found.keys() == values.keys()
     assert all(torch.equal(found[name], tensor) for name, tensor in values.items())
-    with pytest.raises(ValueError, match="holds adapters alone"):
+    with pytest.raises(ValueError, match="of a model with adapters it holds these alone"):
         conversion.reshard(checkpoint, tmp_path / "cut", ParallelConfig(tensor=2))
 
 

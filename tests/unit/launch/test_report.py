@@ -3,6 +3,7 @@ import struct
 
 import pytest
 
+from launch.plots import answered_by
 from launch.report import write_report
 from launch.summary import summarize
 
@@ -79,3 +80,9 @@ def test_samples_stand_side_by_side_and_survive_markdown(make_run):
 def test_a_folder_without_a_run_is_one_line(tmp_path):
     with pytest.raises(ValueError, match=r"no config.yaml in it; expected the folder of a run"):
         write_report(tmp_path)
+
+
+def test_training_is_drawn_by_the_version_that_answered():
+    assert answered_by([1, 2, 3, 4], {1: 0.0, 2: 1.0, 3: 2.0, 4: 1.5}) == [0, 0, 0, 1.5]
+    assert answered_by([5, 6], {5: 1.0, 6: 3.0}) == [3, 3], "a line that goes back would double on itself"
+    assert answered_by([3], {}) == [2], "a run that tells no ages is taken for a synchronous one"

@@ -173,6 +173,15 @@ def test_what_is_said_again_and_again_is_shown_ever_more_rarely(tmp_path):
     assert "prompt 1/99 fails (said 100 times" in shown[4]
 
 
+def test_the_same_said_of_several_is_shown_of_each(tmp_path):
+    alarms = Alarms(tmp_path)
+    line = "2026-01-01 00:00:01,000 WARNING learner.publishing: rollout server server-{} lost: no heartbeat\n"
+    for number in range(8):
+        with (tmp_path / "learner.log").open("a") as file:
+            file.write(line.format(number))
+        assert len(alarms.refresh()) == 1
+
+
 def test_a_flood_of_alarms_is_cut_and_counted(tmp_path):
     alarms = Alarms(tmp_path)
     line = "2026-01-01 00:00:01,000 WARNING rollout.loop: gave up prompt {}: " + "x" * 5000 + "\n"

@@ -317,7 +317,8 @@ def test_a_checkpoint_converts_to_what_the_run_exports_and_is_a_start(make, fold
     started = build_model(folders / "llama", LAYOUT, torch.float32, checkpoint=path)
     assert_close(dict(convert.export_hf(started)), dict(convert.export_hf(model)))
     with pytest.raises(
-        ValueError, match="holds adapters alone, which are not cut anew; resume from it as it is"
+        ValueError,
+        match="it holds these alone, which are not cut anew; resume from it as it is",
     ):
         conversion.reshard(path, tmp_path / "again", LAYOUT)
 
