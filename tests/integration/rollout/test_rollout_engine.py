@@ -136,7 +136,8 @@ def test_a_sampled_end_mark_is_among_the_tokens_and_not_in_the_text(smol):
 
 def test_a_stop_text_ends_the_text_and_its_tokens_are_kept(smol):
     prompt_ids = chat(smol)
-    completions = smol.generate(*(smol.request(prompt_ids, 1.0) for _ in range(12)))
+    # One in six says it: of 64 all are silent once in a hundred thousand times.
+    completions = smol.generate(*(smol.request(prompt_ids, 1.0) for _ in range(64)))
     stopped = [c for c in completions if "=" in smol.tokenizer.decode(c.token_ids)]
     assert stopped
     for completion in stopped:
