@@ -7,7 +7,6 @@ from pathlib import Path
 
 from buffer import belongings
 from buffer.database import read_only
-from buffer.experiment import ModelConfig
 from buffer.prompts import EVAL_SEED, load_rows, open_prompts
 from launch.experiment import SERVICES, WholeExperiment
 from learner.checkpoint_files import DamagedCheckpoint, read_meta
@@ -54,9 +53,9 @@ def check_checkpoint(e: WholeExperiment | OfflineExperiment) -> int:
         start = fingerprint(e.model, learner.init_from)
     value = e.learner.value if isinstance(e, WholeExperiment) else None
     if meta.get("value_start") and value is not None and value.lora is not None:
-        from learner.reference.fingerprint import fingerprint
+        from learner.value.start import weights_of_value
 
-        value_start = fingerprint(ModelConfig(path=value.path, dtype=e.model.dtype), None)
+        value_start = weights_of_value(value.path, e.model)
     why = obstacle(
         path,
         meta,

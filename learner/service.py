@@ -16,7 +16,7 @@ import torch
 from buffer.client import FOR_EVER, BufferClient
 from buffer.dotted import is_dotted, resolve
 from buffer.errors import FolderInUse
-from buffer.experiment import DataConfig, ModelConfig
+from buffer.experiment import DataConfig
 from buffer.keys import client_keys, server_keys
 from buffer.run_lock import RunLock
 from buffer.stream import open_stream
@@ -54,7 +54,7 @@ from learner.step import Updater
 from learner.stop import Abandoned, StopFlag
 from learner.value.client import ValueClient
 from learner.value.ranks import CriticRanks
-from learner.value.start import start_of_value
+from learner.value.start import start_of_value, weights_of_value
 from sync.errors import SyncError
 from sync.publisher import Publisher
 
@@ -401,7 +401,7 @@ def start_below_adapters(experiment: LearnerExperiment | OfflineExperiment) -> s
     value = experiment.learner.value if isinstance(experiment.learner, LearnerConfig) else None
     if value is None or value.lora is None:
         return None
-    return fingerprint(ModelConfig(path=value.path, dtype=experiment.model.dtype), None)
+    return weights_of_value(value.path, experiment.model)
 
 
 def threads(configured: int | None) -> int:
