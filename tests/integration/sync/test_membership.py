@@ -387,20 +387,22 @@ def test_a_server_that_cannot_take_versions_asks_less_and_less_often_and_says_so
     sink = StandInSink(Behavior(refuse="bias"), print)
     receiver = Receiver(SyncConfig(address=address), "test", "other", sink)
 
-    async def serve_for(seconds: float) -> int:
-        """How often it was turned out."""
-        serving, lost = asyncio.create_task(receiver.run()), []
-        until = time.monotonic() + seconds
-        while time.monotonic() < until:
-            if publisher.wants_publish():
-                report, _ = await asyncio.to_thread(publish, publisher, 0, new)
-                lost += report.lost
-            await asyncio.sleep(0.05)
+    async def turned_out(times: int) -> list[float]:
+        """When it was."""
+        serving, at = asyncio.create_task(receiver.run()), list[float]()
+        async with asyncio.timeout(60):
+            while len(at) < times:
+                if publisher.wants_publish():
+                    report, _ = await asyncio.to_thread(publish, publisher, 0, new)
+                    at += [time.monotonic()] * len(report.lost)
+                await asyncio.sleep(0.05)
         serving.cancel()
         await asyncio.wait([serving])
-        return len(lost)
+        return at
 
-    assert asyncio.run(serve_for(6.5)) == 2, "at once, and after two seconds; then after four"
+    first, second, third = asyncio.run(turned_out(3))
+    assert second - first > 1.5, "two seconds, less what the first report took"
+    assert third - second > 3.5, "four"
     told = [r.message for r in caplog.records if r.name == "sync.receiver" and r.levelname == "WARNING"]
     assert [text for text in told if "could not be taken" in text] == told[:1]
     assert len(told) == 2
