@@ -1,4 +1,4 @@
-"""The lock that keeps a second buffer, or a second learner, out of a run's folder."""
+"""The lock that keeps a second run, a second buffer or a second learner out of a run's folder."""
 
 import fcntl
 import os
@@ -17,14 +17,14 @@ class RunLock:
     process dies, also where what it forked lives on.
 
     Raises:
-        FolderInUse: Another one lives, after `GRACE_S` too.
+        FolderInUse: Another one lives, after `grace_s` too.
     """
 
-    def __init__(self, run_dir: Path, service: str) -> None:
+    def __init__(self, run_dir: Path, service: str, grace_s: float = GRACE_S) -> None:
         run_dir.mkdir(parents=True, exist_ok=True)
         self._file = (run_dir / f"{service}.lock").open("a+")
         os.register_at_fork(after_in_child=self._file.close)
-        if not self._taken(time.monotonic() + GRACE_S):
+        if not self._taken(time.monotonic() + grace_s):
             self._file.seek(0)
             holder = self._file.read().strip()
             self._file.close()

@@ -4,15 +4,14 @@ Consumes: an experiment. Waits for: the services to end by themselves, which the
 its steps and the last evaluation is in. Unblocked by: that, the first failure, or Ctrl-C.
 """
 
-import fcntl
-import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 
 from rich.console import Console
 
+from buffer.errors import FolderInUse
 from buffer.experiment import Experiment
 from buffer.run_lock import RunLock
 from launch import resuming
@@ -139,22 +138,15 @@ def locked(run_dir: Path) -> Iterator[None]:
     """
     if run_dir.exists() and not run_dir.is_dir():
         raise RunError(f"run_dir={run_dir}: is no folder; expected one, which need not exist yet")
-    with writing(run_dir):
-        run_dir.mkdir(parents=True, exist_ok=True)
-        lock = (run_dir / ".lock").open("a+")
-    with closing(lock):
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            lock.seek(0)
-            raise RunError(
-                f"{run_dir}: a run is in progress here (process {lock.read().strip() or 'unknown'}); "
-                f"stop it first, or start this one with another run_dir=…"
-            ) from None
+    try:
         with writing(run_dir):
-            os.ftruncate(lock.fileno(), 0)
-            os.write(lock.fileno(), f"{os.getpid()}\n".encode())
+            lock = RunLock(run_dir, "run", grace_s=0)
+    except FolderInUse as held:
+        raise RunError(str(held)) from None
+    try:
         yield
+    finally:
+        lock.release()
 
 
 @contextmanager

@@ -222,7 +222,7 @@ with locked(Path({str(run_dir)!r})):
     try:
         assert holder.stdout is not None
         assert holder.stdout.readline() == "held\n"
-        with pytest.raises(local.RunError, match=rf"a run is in progress here \(process {holder.pid}\)"):
+        with pytest.raises(local.RunError, match=rf"in use by another run \(process {holder.pid}\)"):
             start(FINISHES)
     finally:
         holder.kill()

@@ -118,7 +118,7 @@ def test_what_may_not(stopped, change):
     assert "\n" not in str(refused.value)
     with pytest.raises(ValueError, match="run_dir"):
         local.run(again(*overrides), "slipstream run it.yaml", Console(file=io.StringIO()), nothing_starts)
-    assert [p for p in sorted(run_dir.rglob("*")) if p.name != ".lock" and "sqlite-" not in p.name] == [
+    assert [p for p in sorted(run_dir.rglob("*")) if p.suffix != ".lock" and "sqlite-" not in p.name] == [
         p for p in before if "sqlite-" not in p.name
     ], "and nothing was written"
 
