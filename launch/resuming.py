@@ -11,7 +11,7 @@ from buffer.prompts import EVAL_SEED, load_rows, open_prompts
 from launch.experiment import SERVICES, WholeExperiment
 from learner.checkpoint_files import DamagedCheckpoint, read_meta
 from learner.offline.config import OfflineExperiment
-from learner.resuming import measures_from_start, newest, obstacle, shape_of, sharded_apart
+from learner.resuming import Terms, measures_from_start, newest, obstacle, shape_of, sharded_apart
 
 
 def check(e: WholeExperiment, services: Collection[str] = SERVICES) -> None:
@@ -56,9 +56,7 @@ def check_checkpoint(e: WholeExperiment | OfflineExperiment) -> int:
         from learner.value.start import weights_of_value
 
         value_start = weights_of_value(value.path, e.model)
-    why = obstacle(
-        path,
-        meta,
+    terms = Terms(
         dtype=e.model.dtype,
         distributed_optimizer=learner.parallel.distributed_optimizer,
         lora=learner.lora.model_dump(mode="json") if learner.lora else None,
@@ -71,6 +69,7 @@ def check_checkpoint(e: WholeExperiment | OfflineExperiment) -> int:
         value_distributed_optimizer=sharded_apart(value),
         ema=learner.ema is not None,
     )
+    why = obstacle(path, meta, terms)
     if why is not None:
         raise ValueError(why)
     return int(path.name.removeprefix("step-"))

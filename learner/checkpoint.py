@@ -36,7 +36,7 @@ from learner.checkpoint_files import (
 )
 from learner.checkpoint_parts import load_part, make, reason_of, save_part
 from learner.optimizer import Trainable
-from learner.resuming import obstacle
+from learner.resuming import Terms, obstacle
 
 logger = logging.getLogger(__name__)
 
@@ -72,6 +72,21 @@ class Setup:
     """Whether the run still looks at those weights: in its reference, or below its adapters."""
     shape: dict[str, Any] | None = None
     """What the model is (`resuming.shape_of`), where a resume is to compare it."""
+
+    def terms(self, value: bool, ema: bool) -> Terms:
+        return Terms(
+            dtype=self.dtype,
+            distributed_optimizer=self.distributed_optimizer,
+            lora=self.lora,
+            shape=self.shape,
+            start=self.start if self.needs_start else None,
+            start_at=self.init_from or self.model,
+            value=value,
+            value_lora=self.value_lora,
+            value_start=self.value_start,
+            value_distributed_optimizer=self.value_distributed_optimizer,
+            ema=ema,
+        )
 
 
 class ValueElsewhere(Protocol):
@@ -236,22 +251,7 @@ class Checkpoints:
         from megatron.core import dist_checkpointing
 
         meta = read_meta(path)
-        setup = self._setup
-        why = obstacle(
-            path,
-            meta,
-            dtype=setup.dtype,
-            distributed_optimizer=setup.distributed_optimizer,
-            lora=setup.lora,
-            shape=setup.shape,
-            start=setup.start if setup.needs_start else None,
-            start_at=setup.init_from or setup.model,
-            value=value is not None,
-            value_lora=setup.value_lora,
-            value_start=setup.value_start,
-            value_distributed_optimizer=setup.value_distributed_optimizer,
-            ema=trainable.ema is not None,
-        )
+        why = obstacle(path, meta, self._setup.terms(value is not None, trainable.ema is not None))
         if why is not None:
             raise ValueError(why)
         if meta["config_digest"] != self._setup.config_digest and parallel.rank() == 0:

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 from traceback import StackSummary
 from typing import Any, cast
 
@@ -17,7 +18,7 @@ from learner.checkpoint_parts import reason_of
 from learner.config import OptimizerConfig, ParallelConfig
 from learner.model import build_model
 from learner.optimizer import Trainable, apply_gradients, make_trainable
-from learner.resuming import obstacle
+from learner.resuming import Terms, obstacle
 
 SETUP = Setup("float32", False, 1, 1, 1, 1, "digest", "model")
 
@@ -277,10 +278,7 @@ def test_the_one_before_stays_while_a_value_model_elsewhere_may_be_loading_it(ma
 def test_a_value_model_goes_on_under_the_optimizer_that_it_was_written_with(tmp_path):
     """On the policy's ranks it is that of `learner.parallel`; older checkpoints tell of that alone."""
     (tmp_path / "value").mkdir()
-    facts = {
-        "dtype": "float32", "distributed_optimizer": False, "lora": None, "shape": None, "start": None,
-        "start_at": "model", "value": True, "value_lora": None, "value_start": None, "ema": False,
-    }  # fmt: skip
+    terms = Terms("float32", distributed_optimizer=False, value=True)
     for written, wanted, fits in (
         (None, None, True),
         (None, False, True),
@@ -291,7 +289,7 @@ def test_a_value_model_goes_on_under_the_optimizer_that_it_was_written_with(tmp_
     ):
         meta = {"dtype": "float32", "distributed_optimizer": False}
         meta |= {} if written is None else {"value_distributed_optimizer": written}
-        why = obstacle(tmp_path, meta, **facts, value_distributed_optimizer=wanted)
+        why = obstacle(tmp_path, meta, replace(terms, value_distributed_optimizer=wanted))
         assert (why is None) == fits, (written, wanted)
         assert fits or f"its value model was written with distributed_optimizer={bool(written)}" in why
 
@@ -300,16 +298,13 @@ def test_a_value_model_goes_on_with_the_adapters_and_upon_the_weights_that_it_ha
     (tmp_path / "value").mkdir()
     adapters = {"rank": 4, "alpha": 8.0, "modules": ["q_proj"]}
     meta = {"dtype": "float32", "distributed_optimizer": False, "value_lora": adapters, "value_start": "a"}
-    facts = {
-        "dtype": "float32", "distributed_optimizer": False, "lora": None, "shape": None, "start": None,
-        "start_at": "model", "value": True, "value_distributed_optimizer": None, "ema": False,
-    }  # fmt: skip
-    assert obstacle(tmp_path, meta, **facts, value_lora=adapters, value_start="a") is None
-    other = obstacle(tmp_path, meta, **facts, value_lora=None, value_start=None)
+    same = Terms("float32", distributed_optimizer=False, value=True, value_lora=adapters, value_start="a")
+    assert obstacle(tmp_path, meta, same) is None
+    other = obstacle(tmp_path, meta, replace(same, value_lora=None, value_start=None))
     assert other is not None
     assert (
         "written with learner.value.lora={rank: 4, alpha: 8, modules: [q_proj]}, this run has null" in other
     )
-    moved = obstacle(tmp_path, meta, **facts, value_lora=adapters, value_start="b")
+    moved = obstacle(tmp_path, meta, replace(same, value_start="b"))
     assert moved is not None
     assert "adapters are of other weights than learner.value.path has now" in moved
