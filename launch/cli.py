@@ -373,7 +373,8 @@ def keys(
     """Make the keys by which the services of a run on several machines know each other."""
     from buffer.keys import PUBLIC, ROLES, make_keys
 
-    make_keys(folder)
+    with _writing(folder):
+        make_keys(folder)
     typer.echo(f"written: {folder}; set security.keys={folder} in the experiment file")
     typer.echo(f"each host needs {PUBLIC} and the secret of what runs there, over a safe channel:")
     for role in ROLES:
@@ -409,7 +410,8 @@ def hf_to_megatron(
     families.read(source, families.own_head(source))
     from learner import conversion
 
-    conversion.hf_to_megatron(source, target, _layout(tensor, pipeline, expert), dtype)
+    with _writing(target):
+        conversion.hf_to_megatron(source, target, _layout(tensor, pipeline, expert), dtype)
     typer.echo(f"written: {target}")
 
 
@@ -433,7 +435,8 @@ def megatron_to_hf(
     named_meta(checkpoint)
     from learner import conversion
 
-    conversion.megatron_to_hf(checkpoint, target, model, dtype, averaged, value)
+    with _writing(target):
+        conversion.megatron_to_hf(checkpoint, target, model, dtype, averaged, value)
     typer.echo(f"written: {target}")
 
 
@@ -454,8 +457,20 @@ def reshard(
     named_meta(checkpoint)
     from learner import conversion
 
-    conversion.reshard(checkpoint, target, _layout(tensor, pipeline, expert), model, value_model)
+    with _writing(target):
+        conversion.reshard(checkpoint, target, _layout(tensor, pipeline, expert), model, value_model)
     typer.echo(f"written: {target}")
+
+
+@contextmanager
+def _writing(target: Path) -> Iterator[None]:
+    """Name what could not be written: the system's own reason, of a full disk say, often names nothing."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is not None:
+            raise
+        raise ValueError(f"{target}: cannot be written: {error.strerror or error}") from error
 
 
 def _layout(tensor: int, pipeline: int, expert: int) -> Any:
