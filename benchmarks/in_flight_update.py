@@ -1,10 +1,11 @@
 """What becomes of running completions when a version comes in: keep, recompute, abort, or drain first.
 
-    python benchmarks/in_flight_update.py [--steps 25] [--plot-only]
+    python benchmarks/in_flight_update.py [--rounds 3] [--steps 25] [--plot-only]
 
 The same run on two pinned cores under each value of `rollout.on_update`, and once with a server that ends
-what it runs before it loads (`draining_server.py`). Completions are long enough that several versions land
-in one. Writes benchmarks/results/in_flight_update.json and its picture in docs/pictures/. Let nothing else
+what it runs before it loads (`draining_server.py`); in turns, every round from the other end. Completions are
+long enough that several versions land in one. Goes on from the rounds of the same settings and machine that
+benchmarks/results/in_flight_update.json has, and draws docs/pictures/in_flight_update.png. Let nothing else
 run meanwhile.
 """
 
@@ -18,12 +19,13 @@ from typing import Any
 
 import pinned_runs
 from pinned_runs import experiment, learner_times, run, server_times, step_seconds
-from record import RESULTS, write_result
+from record import RESULTS, machine, write_result
 
 from launch.experiment import WholeExperiment
 from launch.supervisor import Service
 
 MODES = ("keep", "recompute", "abort", "drain")
+Round = dict[str, dict[str, Any]]
 LAST = 5
 """Steps that the final reward is the mean of."""
 PICTURE = Path("docs/pictures/in_flight_update.png")
@@ -31,18 +33,25 @@ PICTURE = Path("docs/pictures/in_flight_update.png")
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=25)
     parser.add_argument("--tokens", type=int, default=144)
     parser.add_argument("--rate", type=float, default=1e-3)
     parser.add_argument("--plot-only", action="store_true", help="from what is recorded")
     options = parser.parse_args()
+    recorded = json.loads((RESULTS / "in_flight_update.json").read_text())
     if options.plot_only:
-        draw(json.loads((RESULTS / "in_flight_update.json").read_text())["runs"])
+        draw(recorded["rounds"])
         return
-    runs = {mode: one(mode, options) for mode in MODES}
     settings = {name: vars(options)[name] for name in ("steps", "tokens", "rate")}
-    write_result("in_flight_update", {"settings": settings, "max_staleness": 2, "runs": runs})
-    draw(runs)
+    same = recorded["settings"] == settings and recorded["machine"] == machine()
+    rounds: list[Round] = recorded["rounds"] if same else []
+    while len(rounds) < options.rounds:
+        turns = MODES[::-1] if len(rounds) % 2 else MODES
+        made = {mode: one(mode, options) for mode in turns}
+        rounds.append({mode: made[mode] for mode in MODES})
+        write_result("in_flight_update", {"settings": settings, "max_staleness": 2, "rounds": rounds})
+    draw(rounds)
 
 
 def one(mode: str, options: argparse.Namespace) -> dict[str, Any]:
@@ -84,23 +93,30 @@ def _script(command: list[str], script: str) -> list[str]:
     return [*command[: at + 1], script, *command[at + 3 :]]
 
 
-def draw(runs: dict[str, dict[str, Any]]) -> None:
-    """The server's tokens a second and the final reward, a bar for each way."""
+def draw(rounds: list[Round]) -> None:
+    """The server's tokens a second and the final reward: a bar for each way, a dot for each run of it."""
     from launch.plots import BLUE, GREEN, STYLE, plt
 
-    speeds = [made["server"]["tokens_per_s"] for made in runs.values()]
-    rewards = [made["reward_last"] for made in runs.values()]
     panels = (
-        ("tokens/s", BLUE, speeds, "{:,.0f}"),
-        (f"reward of the last {LAST} steps", GREEN, rewards, "{:.3f}"),
+        ("tokens/s", BLUE, [[r[m]["server"]["tokens_per_s"] for r in rounds] for m in MODES], "{:,.0f}"),
+        (
+            f"reward of the last {LAST} steps",
+            GREEN,
+            [[r[m]["reward_last"] for r in rounds] for m in MODES],
+            "{:.3f}",
+        ),
     )
     with plt.rc_context({**STYLE, "font.size": 9, "axes.titlesize": 10}):
         figure, columns = plt.subplots(1, 2, sharey=True, layout="constrained", figsize=(8, 1.8))
         for axes, (title, color, values, form) in zip(columns, panels, strict=True):
-            bars = axes.barh(list(runs), values, color=color, height=0.7)
-            axes.bar_label(bars, [form.format(value) for value in values], padding=3, fontsize=8)
+            means = [statistics.fmean(found) for found in values]
+            bars = axes.barh(MODES, means, color=color, height=0.7)
+            for mode, found in zip(MODES, values, strict=True):
+                axes.plot(found, [mode] * len(found), ".", color="black", markersize=4)
+            inside = [form.format(mean) for mean in means]
+            axes.bar_label(bars, inside, padding=5, fontsize=8, label_type="center", color="white")
             axes.set_title(title)
-            axes.set_xlim(0, 1.15 * max(values))
+            axes.set_xlim(0, 1.05 * max(max(found) for found in values))
             axes.grid(axis="y", visible=False)
         columns[0].invert_yaxis()
         figure.savefig(PICTURE, dpi=80)

@@ -15,13 +15,17 @@ def write_result(name: str, figures: dict[str, Any]) -> Path:
     result = {
         "benchmark": name,
         "date": datetime.date.today().isoformat(),
-        "machine": f"{_processor()}, {len(os.sched_getaffinity(0))} cores, {platform.system()}",
+        "machine": machine(),
         **{k: round(v, 4) if isinstance(v, float) else v for k, v in figures.items()},
     }
     path = RESULTS / f"{name}.json"
     path.write_text(json.dumps(result, indent=2) + "\n")
     print(json.dumps(result, indent=2))
     return path
+
+
+def machine() -> str:
+    return f"{_processor()}, {len(os.sched_getaffinity(0))} cores, {platform.system()}"
 
 
 def _processor() -> str:
