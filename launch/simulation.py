@@ -5,7 +5,7 @@ Pure: no clock but its own, no files.
 
 import math
 import random
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
@@ -119,6 +119,10 @@ class RulePool:
         self._again: list[float] = []
         self._leased: dict[int, Work] = {}
         self._stored: dict[int, tuple[Work, int, int]] = {}
+        self._on_lease = Counter[int]()
+        """Leases, by the version at theirs."""
+        self._unused = Counter[int]()
+        """Stored and in no batch yet, by the oldest version."""
         self._frontier = 0
         self._published: int | None = None
         self._turn = self._evicted = self._sequence = self._kept = 0
@@ -135,17 +139,20 @@ class RulePool:
         work = self._again.pop(0) if self._again else self._chance.choice(self._work)
         lease = Work(self._turn, self._published, work)
         self._leased[lease.lease] = lease
+        self._on_lease[lease.version] += 1
         self._turn += 1
         return lease
 
     def deliver(self, group: Work) -> None:
         del self._leased[group.lease]
+        self._on_lease[group.version] -= 1
         self._stored[self._sequence] = (group, group.started, 0)
+        self._unused[group.started] += 1
         self._sequence += 1
 
     def batch(self, index: int) -> list[Work] | None:
         self._evict(index)
-        if len(self._stored) < self._rules.groups_per_batch:
+        if len(self._stored) < self._rules.groups_per_batch or self._awaits_last_turn(index):
             return None
         stored = [Candidate(s, g.lease, oldest, uses) for s, (g, oldest, uses) in self._stored.items()]
         leased = [lease.version for lease in self._leased.values()]
@@ -155,12 +162,24 @@ class RulePool:
         self._frontier = index + 1
         taken = [self._stored[c.sequence][0] for c in chosen]
         for candidate in chosen:
-            group, oldest, uses = self._stored.pop(candidate.sequence)
-            self._kept -= uses > 0
+            group, oldest, uses = self._take(candidate.sequence)
             if uses + 1 < self._rules.max_uses:
                 self._stored[candidate.sequence] = (group, oldest, uses + 1)
                 self._kept += 1
         return taken
+
+    def _take(self, sequence: int) -> tuple[Work, int, int]:
+        group, oldest, uses = self._stored.pop(sequence)
+        self._kept -= uses > 0
+        self._unused[oldest] -= uses == 0
+        return group, oldest, uses
+
+    def _awaits_last_turn(self, index: int) -> bool:
+        """What `choose` would find out at length: a group is on lease that may be in no later batch, and this
+        one has room for it."""
+        last = oldest_trainable(index, self._rules.max_staleness)
+        due = self._on_lease[last]
+        return self._rules.keeps_turns and 0 < due <= self._rules.groups_per_batch - self._unused[last]
 
     def _evict(self, index: int) -> None:
         """What is too old for the batch; groups that were looked at for it before are not again."""
@@ -170,8 +189,7 @@ class RulePool:
         for sequence in fresh:
             if sequence not in self._stored or self._stored[sequence][1] >= floor:
                 continue
-            group, _, uses = self._stored.pop(sequence)
-            self._kept -= uses > 0
+            group, _, uses = self._take(sequence)
             if not uses:
                 self._evicted += 1
                 self._again.append(group.work)
