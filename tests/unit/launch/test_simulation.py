@@ -284,3 +284,28 @@ def test_no_setting_goes_beyond_the_bound(policy, staleness):
         assert made.staleness_max <= staleness
         assert 0 <= made.learner_idle <= 1
         assert 0 <= made.server_idle <= 1
+
+
+def test_a_batch_does_not_wait_for_a_last_turn_that_it_has_no_room_for():
+    pool = RulePool(Rules(2, 1), 100, [1.0], 1)
+    pool.published(0)
+    leases = pool.lease(4)
+    for lease in leases[:3]:
+        lease.started = 0
+        pool.deliver(lease)
+    assert pool.batch(1) == leases[:2], "all four may be in no later one"
+
+
+def test_a_batch_waits_for_a_last_turn_that_it_has_room_for():
+    pool = RulePool(Rules(2, 1), 100, [1.0], 1)
+    pool.published(0)
+    oldest = pool.lease(1)
+    pool.published(1)
+    younger = pool.lease(3)
+    for lease in younger:
+        lease.started = 1
+        pool.deliver(lease)
+    assert pool.batch(1) is None
+    oldest[0].started = 0
+    pool.deliver(oldest[0])
+    assert pool.batch(1) == [oldest[0], younger[0]]
