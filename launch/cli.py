@@ -1,5 +1,6 @@
 """The command `slipstream`. Imports nothing slow: `--help` and a mistake in the config answer at once."""
 
+import errno
 import itertools
 import os
 import shlex
@@ -344,7 +345,7 @@ def tune(
     tried = (servers or [], max_staleness or [], groups_per_batch or [])
     if min([1, *tried[0], *tried[2]]) < 1 or min([0, *tried[1]]) < 0:
         raise ValueError("--servers, --groups-per-batch: expected 1 or more; --max-staleness: 0 or more")
-    if max(0, *itertools.chain(*tried)) > MOST_TRIED:
+    if max([0, *itertools.chain(*tried)]) > MOST_TRIED:
         raise ValueError(
             f"--servers, --groups-per-batch, --max-staleness: expected at most {MOST_TRIED}; simulating more "
             "takes hours"
@@ -468,7 +469,7 @@ def _writing(target: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.filename is not None:
+        if error.filename is not None and error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
         raise ValueError(f"{target}: cannot be written: {error.strerror or error}") from error
 

@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from launch import calibration, measuring, tuning
-from launch.experiment import WholeExperiment
+from launch.experiment import WholeExperiment, read
 from launch.history import History
 from launch.simulation import Costs, simulate
 from launch.tuning import Trial
@@ -111,11 +111,14 @@ def _costs(
     experiment: WholeExperiment, run_dir: Path, assumed: Assumed | None, console: Console
 ) -> tuple[Costs, list[tuple[str, float, float]]]:
     """Found or assumed, and what they make of the run's own setting beside what it came to."""
-    own, rollout = experiment.buffer, experiment.rollout
-    decoded = tuning.decoded_groups(rollout)
     history = History(run_dir)
     history.refresh()
     ran = assumed is None and (bool(history.steps) or not measuring.is_measured(run_dir))
+    written = run_dir / "config.yaml"
+    if ran and written.is_file():
+        experiment = read(written, [], [])  # what ran, which need not be what the file says by now
+    own, rollout = experiment.buffer, experiment.rollout
+    decoded = tuning.decoded_groups(rollout)
     if assumed is not None:
         costs = assumed.costs(own.groups_per_batch)
     elif ran:

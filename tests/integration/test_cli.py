@@ -181,3 +181,11 @@ def test_doctor_tells_what_there_is():
     ):
         assert part in result.stdout
     assert len(result.stdout.splitlines()) < 24
+
+
+def test_tune_tries_a_grid_of_its_own_where_none_is_given(tmp_path):
+    seconds = ("--generate-seconds", "4", "--train-seconds", "2")
+    result = slipstream("tune", "configs/demo.yaml", f"run_dir={tmp_path}/run", *seconds)
+    assert (result.returncode, result.stderr) == (0, "")
+    assert "recommended: rollout.servers=" in result.stdout
+    assert (tmp_path / "run" / "tuning" / "tuning.png").is_file()

@@ -15,7 +15,7 @@ from buffer.records import Group, Trajectory
 from buffer.staleness import Rules
 from launch import calibration, tuning_screen
 from launch.calibration import calibrate, fit_contention, work_and_pace
-from launch.experiment import read
+from launch.experiment import dump, read
 from launch.history import History
 from launch.simulation import Costs, Outcome, RulePool, Setting, Simulation, Work, simulate
 from launch.tuning import Trial, recommend, setting_of, try_all
@@ -266,7 +266,8 @@ def test_the_command_says_how_far_the_prediction_of_the_run_itself_was_off(run_d
         "rollout.max_groups=8",
         "rollout.group_size=2",
     ]
-    experiment = read(config_file, changes, [])
+    (run_dir / "config.yaml").write_text(dump(read(config_file, changes, [])))
+    experiment = read(config_file, [*changes[:1], "buffer.max_staleness=3", *changes[2:]], [])
     console = Console(record=True, width=160, file=open("/dev/null", "w"))  # noqa: SIM115
     folder = tuning_screen.tune(experiment, run_dir, None, [1, 2], [0, 1], [4], console)
     told = json.loads((folder / "tuning.json").read_text())
