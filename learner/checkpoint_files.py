@@ -173,3 +173,10 @@ def _sync(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def disk_error(error: BaseException) -> OSError | None:
+    """What the system said, where torch raised something else while it dealt with that."""
+    while error.__context__ is not None and not isinstance(error, OSError):
+        error = error.__context__
+    return error if isinstance(error, OSError) else None

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from learner import optimizer_resume, parallel
+from learner.checkpoint_files import disk_error
 from learner.optimizer import Trainable
 
 
@@ -73,8 +74,12 @@ def reason_of(error: BaseException) -> str:
         error = next(iter(error.failures.values()))[0]
     while error.__cause__ is not None:
         error = error.__cause__
-    lines = str(error).strip().splitlines()
-    return lines[-1] if lines else type(error).__name__
+    found = disk_error(error) or error
+    lines = str(found).strip().splitlines()
+    line = lines[-1] if lines else type(found).__name__
+    # All that torch's writer of archives says when less was written than it gave; a process that writes for
+    # this one sends nothing else back.
+    return f"the disk is full, or gone ({line})" if "inline_container" in line else line
 
 
 def _write_without_a_manager() -> None:

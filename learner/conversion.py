@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from learner import families
-from learner.checkpoint_files import EMA, VALUE, check, complete, named_meta, refuse_existing
+from learner.checkpoint_files import EMA, VALUE, check, complete, disk_error, named_meta, refuse_existing
 from learner.checkpoint_weights import open_checkpoint, open_value, stored_head
 from learner.config import ParallelConfig
 from learner.families import Family
@@ -191,6 +191,8 @@ def _whole_or_not_at_all(target: Path) -> Iterator[Path]:
     temporary.mkdir(parents=True)
     try:
         yield temporary
+    except RuntimeError as error:
+        raise disk_error(error) or error from None
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 

@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -129,43 +130,48 @@ def write_folder(
         specs: What `tensors` will yield, in this order, all of one dtype; each is written as it comes.
         amend: From the source's config to the one that is written, where the model has another head.
     """
-    partial = target.with_name(target.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
     files = _files(specs)
     homes: dict[str, str] = {}
-    for number, held in enumerate(files, start=1):
-        name = (
-            f"model-{number:05d}-of-{len(files):05d}.safetensors" if len(files) > 1 else "model.safetensors"
-        )
-        _write_file(partial / name, held, tensors)
-        homes |= dict.fromkeys((spec.name for spec in held), name)
-    # Runs the iterator to its end.
-    assert next(tensors, None) is None
-    if len(files) > 1:
-        total = sum(spec.size_bytes for spec in specs)
-        index = {"metadata": {"total_size": total}, "weight_map": homes}
-        (partial / INDEX).write_text(json.dumps(index, indent=2))
-    _write_rest(source, partial, specs[0].dtype, amend)
-    _name(partial, target)
+    with _whole(target) as partial:
+        for number, held in enumerate(files, start=1):
+            several = f"model-{number:05d}-of-{len(files):05d}.safetensors"
+            name = several if len(files) > 1 else "model.safetensors"
+            _write_file(partial / name, held, tensors)
+            homes |= dict.fromkeys((spec.name for spec in held), name)
+        # Runs the iterator to its end.
+        assert next(tensors, None) is None
+        if len(files) > 1:
+            total = sum(spec.size_bytes for spec in specs)
+            index = {"metadata": {"total_size": total}, "weight_map": homes}
+            (partial / INDEX).write_text(json.dumps(index, indent=2))
+        _write_rest(source, partial, specs[0].dtype, amend)
 
 
 def write_adapter(
     target: Path, config: str, specs: list[TensorSpec], tensors: Iterator[tuple[str, Tensor]]
 ) -> None:
     """Write adapters as a folder of `peft`'s, whole or not at all; `target` is replaced if it exists."""
+    with _whole(target) as partial:
+        _write_file(partial / "adapter_model.safetensors", specs, tensors)
+        # Runs the iterator to its end.
+        assert next(tensors, None) is None
+        (partial / "adapter_config.json").write_text(config)
+
+
+@contextmanager
+def _whole(target: Path) -> Iterator[Path]:
+    """A folder to write into, which gets its name once it is whole, and is removed where it is not.
+
+    What has the name goes aside first: half of that would look like a model.
+    """
     partial = target.with_name(target.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    _write_file(partial / "adapter_model.safetensors", specs, tensors)
-    # Runs the iterator to its end.
-    assert next(tensors, None) is None
-    (partial / "adapter_config.json").write_text(config)
-    _name(partial, target)
-
-
-def _name(partial: Path, target: Path) -> None:
-    """Give a whole folder its name. What has it goes aside first: half of that would look like a model."""
+    try:
+        partial.mkdir(parents=True)
+        yield partial
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
     old = target.with_name(target.name + ".old")
     shutil.rmtree(old, ignore_errors=True)
     if target.exists():

@@ -155,6 +155,10 @@ def test_the_reason_of_a_failed_write_is_one_line_out_of_what_is_wrapped_around_
     except RuntimeError as error:
         wrapped = CheckpointException("write", {0: (error, StackSummary())})
     assert reason_of(wrapped) == "[Errno 28] No space left on device"
+    lost = RuntimeError(
+        "Worker failure: [enforce fail at inline_container.cc:672] . unexpected pos 704 vs 598"
+    )
+    assert reason_of(lost) == f"the disk is full, or gone ({lost})"
 
 
 def test_a_run_with_a_value_model_does_not_go_on_from_a_checkpoint_without_one(tmp_path):

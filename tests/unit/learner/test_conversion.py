@@ -1,8 +1,10 @@
 """Files to files: what a conversion writes and refuses. Real learners read it in tests/integration."""
 
 import json
+import resource
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -325,3 +327,18 @@ def test_the_peak_of_memory_is_a_small_part_of_a_large_model(tmp_path):
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) < size / 3
     assert_same(weights(large / "back"), weights(large / "hf"))
+
+
+@pytest.mark.parametrize("limit", [300, 20_000])
+def test_what_the_disk_does_not_take_is_one_line_with_the_target_and_leaves_nothing(make, tmp_path, limit):
+    source, stored, target = make(), tmp_path / "stored", tmp_path / "to" / "it"
+    conversion.hf_to_megatron(source, stored, ParallelConfig())
+    for arguments in (("hf-to-megatron", source), ("reshard", stored), ("megatron-to-hf", stored)):
+        process = subprocess.run(
+            [Path(sys.executable).with_name("slipstream"), "convert", *arguments, target],
+            preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)),
+            capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        assert process.returncode == 2, process.stderr
+        assert process.stderr == f"error: {target}: cannot be written: File too large\n"
+        assert not list(target.parent.iterdir())
