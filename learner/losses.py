@@ -102,7 +102,7 @@ def objective(
         if kl_coefficient:
             per_token = per_token + correction.keep * kl_coefficient * distance
         metrics["reference_kl"] = distance
-        metrics["reference_k1"] = kl(logprobs, batch.reference_logprobs, "k1")
+        metrics["reference_k1"] = divergence(logprobs, behavior, batch.reference_logprobs)
     loss = aggregate(per_token, batch.weights, sequences, algorithm.aggregation, total)
     metrics |= {
         "entropy": entropy,
@@ -159,7 +159,7 @@ def pair_objective(
     nothing = torch.zeros_like(entropy)
     metrics: Metrics = {
         "reference_kl": kl(logprobs, reference, algorithm.kl.estimate),
-        "reference_k1": kl(logprobs, reference, "k1"),
+        "reference_k1": divergence(logprobs, behavior, reference),
         "entropy": entropy,
         **dict.fromkeys(("clipped", "masked", "vetoed", "capped"), nothing),
     }
@@ -229,6 +229,14 @@ def adapted(
     """
     error = min(max(divergence / target - 1, -LARGEST_ERROR), LARGEST_ERROR)
     return coefficient * (1 + error * completions / horizon)
+
+
+def divergence(logprobs: Tensor, behavior: Tensor, reference: Tensor) -> Tensor:
+    """Per-token estimate [N] of KL(π ‖ reference), π/μ · (log π - log π_ref), from samples of μ.
+
+    Without the weight it would be KL(μ ‖ reference) - KL(μ ‖ π), which falls when π leaves both.
+    """
+    return log_ratio(logprobs, behavior).exp() * (logprobs - reference)
 
 
 def kl(logprobs: Tensor, reference: Tensor, estimator: Estimator) -> Tensor:

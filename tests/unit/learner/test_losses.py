@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from learner.algorithm import BYPASSING, LOSSES, AlgorithmConfig
 from learner.corrections import NonFiniteLogprob, ratio
-from learner.losses import Denominators, aggregate, kl, objective
+from learner.losses import Denominators, aggregate, divergence, kl, objective
 from learner.packing import MicroBatch, empty
 from learner.policy_losses import ppo
 
@@ -331,3 +331,13 @@ def test_kl_estimators_are_zero_at_equal_policies_and_k3_is_never_negative():
     for estimator in ("k1", "k2", "k3"):
         assert float(kl(x, x, estimator).abs().max()) == 0
     assert float(kl(x, torch.flip(x, (0,)), "k3").min()) >= 0
+
+
+def test_the_divergence_from_the_reference_is_that_of_the_policy_whoever_sampled():
+    """In the mean over what μ samples it is Σ π log π / π_ref, also where μ still is π_ref."""
+    policy, sampler = (torch.randn(50, generator=torch.Generator().manual_seed(n)).softmax(0) for n in (1, 2))
+    for reference in (sampler, torch.full((50,), 0.02)):
+        mean = (sampler * divergence(policy.log(), sampler.log(), reference.log())).sum()
+        expected = sum(p * math.log(p / r) for p, r in zip(policy.tolist(), reference.tolist(), strict=True))
+        assert mean == pytest.approx(expected, rel=1e-5)
+        assert mean > 0
