@@ -12,7 +12,9 @@ class Alarms:
     """Which are ringing; a number that is None neither starts nor ends one."""
 
     dtype: str
-    """Of the model: it decides what the advice may be."""
+    """Of the model: it decides what the advice may be, as does the next."""
+    weighs: bool = True
+    """Whether a cap on the weights would take the place of nothing better."""
     ringing: set[str] = field(default_factory=set)
 
     def hear(self, step: int, ess: float | None, rho: float | None) -> list[str]:
@@ -26,8 +28,8 @@ class Alarms:
         if self._starts("ess", None if ess is None else ess < LOWEST_ESS):
             lines.append(
                 f"step {step}: the effective sample size is {ess:.2f} of the batch, below {LOWEST_ESS:g}: "
-                "few tokens make the gradient. Lower buffer.max_staleness or learner.optimizer.lr, or "
-                "truncate the weights (learner.algorithm.correction.cap)"
+                "few tokens make the gradient. Lower buffer.max_staleness or learner.optimizer.lr"
+                f"{', or truncate the weights (learner.algorithm.correction.cap)' if self.weighs else ''}"
             )
         if self._starts("rho", None if rho is None else abs(rho - 1) > FURTHEST_RHO):
             disagree = (

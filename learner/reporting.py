@@ -33,7 +33,7 @@ class Reporter:
         self._samples_every = experiment.logging.samples_every
         self._counted, self._counted_before = counted, counted()
         # Of groups that were recorded ρ tells nothing: no weights of this run sampled them.
-        self._alarms = Alarms(experiment.model.dtype) if experiment.rollout.recorded is None else None
+        self._alarms = None if experiment.rollout.recorded is not None else alarms_of(experiment)
         self.timed = Timings()
         self._started = time.perf_counter()
 
@@ -107,3 +107,8 @@ def sync_row(published: PublishReport | None) -> dict[str, Any]:
         "sync/arrival_seconds": published.arrival_seconds,
         "sync/pause_seconds": published.pause_seconds,
     }
+
+
+def alarms_of(experiment: LearnerExperiment) -> Alarms:
+    of = experiment.learner.algorithm.at_age(experiment.buffer.max_staleness).correction
+    return Alarms(experiment.model.dtype, weighs=of.kind == "decoupled" and not of.taper)

@@ -8,7 +8,7 @@ from buffer.records import Batch
 from learner.alarms import Alarms
 from learner.config import LearnerExperiment
 from learner.metrics import Journal, StepReport
-from learner.reporting import Reporter
+from learner.reporting import Reporter, alarms_of
 
 
 def heard(numbers, dtype="bfloat16") -> list[str]:
@@ -24,6 +24,17 @@ def test_a_small_effective_sample_is_told_once_at_each_onset():
     lines = heard([(0.9, 1.0), (0.49, 1.0), (0.2, 1.0), (None, None), (0.3, 1.0), (0.6, 1.0), (0.1, 1.0)])
     assert [line.split(":")[0] for line in lines] == ["step 1", "step 6"]
     assert "lower buffer.max_staleness" in lines[0].replace("Lower", "lower")
+
+
+@pytest.mark.parametrize(
+    ("staleness", "correction", "advised"), [(2, {}, True), (8, {}, False), (2, {"kind": "bypass"}, False)]
+)
+def test_a_cap_is_advised_only_where_it_takes_the_place_of_nothing_better(staleness, correction, advised):
+    fields = {"name": "it", "run_dir": "runs/it", "model": {"path": "m"}}
+    buffer, learner = {"max_staleness": staleness}, {"algorithm": {"correction": correction}}
+    experiment = LearnerExperiment.model_validate({**fields, "buffer": buffer, "learner": learner})
+    (line,) = alarms_of(experiment).hear(1, 0.3, 1.0)
+    assert ("correction.cap" in line) == advised
 
 
 @pytest.mark.parametrize("rho", [0.949, 1.051])
