@@ -34,6 +34,9 @@ DATA_END = "data_end.json"
 """Written into the folder of a run whose data ended before its last step: {"step": how many were made}."""
 
 
+Beta = Annotated[float, Field(ge=0, lt=1)]
+
+
 class OptimizerConfig(Section):
     lr: float = Field(default=1e-6, gt=0, le=100)
     min_lr: float = Field(default=0.0, ge=0)
@@ -42,7 +45,7 @@ class OptimizerConfig(Section):
     warmup_steps: int = Field(default=0, ge=0)
     """Of the learner's steps, over which the rate rises to `lr`."""
     weight_decay: float = Field(default=0.0, ge=0)
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: tuple[Beta, Beta] = (0.9, 0.95)
     eps: float = Field(default=1e-8, gt=0)
     clip_grad: float = Field(default=1.0, ge=0)
     """Global gradient norm; 0 does not clip."""
