@@ -9,6 +9,7 @@ from typing import Any
 from launch.history import History
 from launch.overview import clock, step_seconds
 from launch.plots import draw_stage
+from launch.summary import columns
 
 
 @dataclass(frozen=True)
@@ -48,8 +49,8 @@ class StageSummary:
         ]
 
     def text(self) -> str:
-        lines = [f"  {key:<14} {value}" for key, value in (*self.rows(), ("report", self.report))]
-        return "\n".join([f"{self.name} ({self.stage})", *lines])
+        rows = [*self.rows(), ("report", self.report)]
+        return "\n".join([f"{self.name} ({self.stage})", *columns(rows)])
 
     def markdown(self) -> str:
         table = "\n".join(f"| {key} | {value} |" for key, value in self.rows())

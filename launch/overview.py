@@ -13,6 +13,8 @@ LEARNER_TIMES = (
     "time/wait_loaded",
     "time/publish",
     "time/checkpoint",
+    "time/value",
+    "time/first_publish",
 )
 """Where a learner's step goes, in the order of the plots."""
 

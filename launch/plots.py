@@ -12,6 +12,7 @@ matplotlib.use("Agg")
 
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
+from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
 from launch.history import History, Record
@@ -25,8 +26,12 @@ TIME_NAMES = {
     "time/wait_loaded": ("servers load the last version", "#fdba74"),
     "time/publish": ("publish", ORANGE),
     "time/checkpoint": ("checkpoint", GREEN),
+    "time/value": ("value model", "#a78bfa"),
+    "time/first_publish": ("the first version's servers", "#94a3b8"),
     "other": ("other", "#e2e8f0"),
 }
+FEW = 3
+"""Points."""
 STYLE: dict[Any, Any] = {
     "figure.figsize": (9.0, 4.6),
     "figure.dpi": 150,
@@ -100,7 +105,7 @@ def draw_trained(axes: Axes, history: History, name: str, title: str) -> bool:
     if not steps and not held_out[0]:
         return False
     axes.plot(steps, values, color=BLUE, alpha=0.25, linewidth=1.2)
-    axes.plot(steps, smooth(values), color=BLUE, label="training, moving mean")
+    _plot(axes, steps, smooth(values), color=BLUE, label="training, moving mean")
     if held_out[0]:
         axes.plot(*held_out, "o-", color=ORANGE, markersize=7, linewidth=1.5, label="held-out examples")
     axes.margins(y=0.15)
@@ -125,7 +130,7 @@ def draw_reward(axes: Axes, history: History, target: float | None) -> bool:
         return False
     if steps:
         axes.plot(answered, rewards, color=BLUE, alpha=0.25, linewidth=1.2, label="training reward")
-        axes.plot(answered, smooth(rewards), color=BLUE, label="its moving mean")
+        _plot(axes, answered, smooth(rewards), color=BLUE, label="its moving mean")
     if versions:
         scores = [float(history.scores[v]["score"]) for v in versions]
         errors = [float(history.scores[v].get("stderr") or 0) for v in versions]
@@ -147,16 +152,17 @@ def draw_reward(axes: Axes, history: History, target: float | None) -> bool:
 
 
 def draw_reward_parts(axes: Axes, history: History) -> bool:
-    """Each part's mean before its weight, as a moving mean; a single part is the reward itself."""
+    """Each part's mean before its weight, faint, under its moving mean; a single one is the reward itself."""
     prefix = "reward_parts/"
     keys = dict.fromkeys(key for row in history.steps.values() for key in row if key.startswith(prefix))
     if len(keys) < 2:
         return False
     for key in keys:
         steps, values = history.series(key)
-        axes.plot(steps, smooth(values), label=key.removeprefix(prefix))
+        (line,) = _plot(axes, steps, smooth(values), label=key.removeprefix(prefix))
+        axes.plot(steps, values, color=line.get_color(), alpha=0.25, linewidth=1.2)
     axes.margins(y=0.15)
-    _finish(axes, "Reward by part", "step", "mean value, before its weight")
+    _finish(axes, "Reward by part, moving mean", "step", "mean value, before its weight")
     axes.legend(loc="best")
     return True
 
@@ -171,7 +177,7 @@ def draw_staleness(axes: Axes, history: History, bound: int) -> bool:
     axes.step(
         at_most, highest, where="mid", color=BLUE, alpha=0.5, linewidth=1.2, label="oldest trained token"
     )
-    axes.plot(steps, means, color=BLUE, label="mean")
+    _plot(axes, steps, means, color=BLUE, label="mean")
     axes.axhline(bound, color=RED, linestyle="--", linewidth=1.2, label=f"bound {bound}")
     axes.set_ylim(0, max([float(bound), *highest]) * 1.25 + 0.2)
     axes.yaxis.set_major_locator(MaxNLocator(integer=True))
@@ -203,7 +209,7 @@ def draw_throughput(axes: Axes, history: History) -> bool:
         minutes = [(float(r["time"]) - start) / 60 for r in timed]
         spent = [seconds_of(r) for r in timed]
         rates = [float(r["tokens"]) / s if s else 0.0 for r, s in zip(timed, spent, strict=True)]
-        axes.plot(minutes, smooth(rates), color=BLUE, label="trained")
+        _plot(axes, minutes, smooth(rates), color=BLUE, label="trained, moving mean")
     axes.set_ylim(bottom=0)
     _finish(axes, "Throughput", "minutes since the start", "tokens per second", integer=False)
     _legend_above(axes)
@@ -242,6 +248,11 @@ def smooth(values: Sequence[float], window: int = 5) -> list[float]:
     return [sum(part) / len(part) for part in parts]
 
 
+def _plot(axes: Axes, x: Sequence[float], y: Sequence[float], **style: Any) -> list[Line2D]:
+    """A line, with its points where they are too few for one to be seen."""
+    return axes.plot(x, y, marker="o" if len(x) <= FEW else None, markersize=4, **style)
+
+
 def _spent(record: Record, key: str) -> float:
     """Seconds of one part of a step; of `other` what the parts leave of the whole."""
     if key in LEARNER_TIMES:
@@ -275,4 +286,8 @@ def _finish(axes: Axes, title: str, x: str, y: str, integer: bool = True) -> Non
     axes.set_ylabel(y)
     axes.grid(axis="x", visible=False)
     if integer:
+        low, high = axes.get_xlim()
+        if high - low < 1:
+            middle = round((low + high) / 2)
+            axes.set_xlim(middle - 1, middle + 1)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,17 @@ from typing import Any
 from launch.experiment import resolved
 from launch.history import History, Record
 from launch.overview import clock, mean_of, step_seconds
+
+LEARNED = {
+    "value/loss": "value loss",
+    "value/explained_variance": "explained",
+    "kl/completion": "KL",
+    "kl/coefficient": "KL coefficient",
+    "dpo/accuracy": "pairs in order",
+}
+"""Metrics of some runs only, and what they are called here."""
+CAUSES = {"finished": "on lease at the end"}
+"""Why a prompt went back to the queue, where the name alone would puzzle."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +45,12 @@ class Summary:
     reward_last: float | None
     reward_parts: dict[str, tuple[float | None, float | None]]
     """Mean of each part in the first and in the last step, by name."""
+    learned: dict[str, tuple[float | None, float | None]]
+    """Of value model and reference, in the first and in the last step, by name."""
+    skipped: int
+    """Optimizer steps not made because the gradient was not finite."""
+    rho_mean: float | None
+    ess_mean: float | None
     samples_per_second: float | None
     learner_tokens_per_second: float | None
     server_tokens_per_second: float | None
@@ -52,6 +70,7 @@ class Summary:
     duplicates: int
     dropped: dict[str, int]
     model: str | None
+    value_model: str | None
     report: str
 
     @property
@@ -80,50 +99,49 @@ class Summary:
     def rows(self) -> list[tuple[str, str]]:
         """What, and its value, for people."""
         ended = "; the data ended behind them" if self.data_ended else ""
+        rewards = self.starvation.get("reward_ks")
         generated, trained = self.server_tokens_per_second, self.learner_tokens_per_second
         rows = [
             ("steps", f"{self.steps} of {self.total_steps} in {clock(self.training_seconds)}{ended}"),
             ("reward", _say("{:.3f} first step → {:.3f} last step", self.reward_first, self.reward_last)),
             *((f"  {name}", _say("{:.3f} → {:.3f}", *ends)) for name, ends in self._shown_parts()),
             *((name, _say("{:.3f} → {:.3f}", *ends)) for name, ends in self.pass_rates.items()),
+            *((name, _say("{:.3f} → {:.3f}", *ends)) for name, ends in self.learned.items()),
+            ("skipped", f"{self.skipped} optimizer steps: the gradient was not finite" * bool(self.skipped)),
             ("samples", _say("{:.2f} a second", self.samples_per_second)),
             ("tokens", _say("{:.0f} a second generated, {:.0f} a second trained", generated, trained)),
             (
                 "staleness",
                 _say("{:.2f} in the mean, {:.0f} at most", self.staleness_mean, self.staleness_max),
             ),
+            ("ρ", _say("{:.3f} in the mean; effective sample {:.2f}", self.rho_mean, self.ess_mean)),
             ("publish", _say("{:.2f} s in the mean", self.publish_seconds_mean)),
             (
                 "pause",
                 _say("{:.2f} s in the mean, {:.2f} at most", self.pause_seconds_mean, self.pause_seconds_max),
             ),
             ("groups", f"{self.evicted} evicted, {self.duplicates} duplicates"),
-            ("requeued", _counts(self.requeued_causes)),
+            ("requeued", _counts({CAUSES.get(c, c): n for c, n in self.requeued_causes.items()})),
             ("wasted", f"{self.wasted_tokens} sampled tokens"),
-            ("starvation", self._starvation()),
+            ("long prompts", self._long_prompts()),
+            ("hard prompts", _say("trained and generated rewards {:.2f} apart (0: alike)", rewards)),
             ("dropped", _counts(self.dropped)),
+            ("value model", self.value_model or ""),
         ]
         return [(key, value) for key, value in rows if value]
 
-    def _starvation(self) -> str:
+    def _long_prompts(self) -> str:
         of = self.starvation.get
-        long = _say("trained groups {:.2f} times as long as generated ones", of("length_ratio"))
-        long += _say(", lengths {:.2f} apart", of("length_ks"))
-        long += _say("; evicted ones {:.2f} times as long as trained", of("evicted_length_ratio"))
-        hard = _say(
-            "trained and generated rewards {:.2f} apart (0: spread alike, 1: not at all)", of("reward_ks")
-        )
-        return f"long prompts: {long}; hard prompts: {hard}" if long and hard else ""
+        told = _say("trained groups {:.2f} times as long as generated ones", of("length_ratio"))
+        return told + _say("; evicted ones {:.2f} times as trained", of("evicted_length_ratio"))
 
     def _shown_parts(self) -> list[tuple[str, tuple[float | None, float | None]]]:
         """A single one is the reward itself."""
         return list(self.reward_parts.items()) if len(self.reward_parts) > 1 else []
 
     def text(self) -> str:
-        lines = [f"{self.name}: {self.verdict()}"]
-        lines += [f"  {key:<10} {value}" for key, value in self.rows()]
-        lines += [f"  {'model':<10} {self.model or 'not written yet'}", f"  {'report':<10} {self.report}"]
-        return "\n".join(lines)
+        rows = [*self.rows(), ("model", self.model or "not written yet"), ("report", self.report)]
+        return "\n".join([f"{self.name}: {self.verdict()}", *columns(rows)])
 
     def markdown(self) -> str:
         table = "\n".join(
@@ -134,6 +152,12 @@ class Summary:
     def json(self) -> str:
         fields = dataclasses.asdict(self) | {"finished": self.finished, "target_reached": self.target_reached}
         return json.dumps(fields, indent=2) + "\n"
+
+
+def columns(rows: Sequence[tuple[str, str]]) -> list[str]:
+    """What, and its value, beside each other."""
+    width = max(len(name) for name, _ in rows)
+    return [f"  {name:<{width}} {value}" for name, value in rows]
 
 
 def _counts(numbers: dict[str, int]) -> str:
@@ -164,7 +188,6 @@ def summarize(run_dir: Path, history: History | None = None) -> Summary:
     stale = history.series("staleness/max")[1]
     rates = [mean_of(lines, "tokens_per_s") for lines in history.servers.values()]
     known_rates = [r for r in rates if r is not None]
-    model = run_dir / "model"
     samples = sum(float(r.get("samples", 0)) for r in records)
     tokens = sum(float(r.get("tokens", 0)) for r in records)
     return Summary(
@@ -185,6 +208,10 @@ def summarize(run_dir: Path, history: History | None = None) -> Summary:
         reward_parts={
             key.removeprefix("reward_parts/"): ends for key, ends in _ends(records, "reward_parts/").items()
         },
+        learned=_learned(records),
+        skipped=sum(int(r.get("skipped_updates", 0)) for r in records),
+        rho_mean=mean_of(records, "rho/mean"),
+        ess_mean=mean_of(records, "ess"),
         samples_per_second=samples / seconds if seconds and samples else None,
         learner_tokens_per_second=tokens / seconds if seconds and tokens else None,
         server_tokens_per_second=sum(known_rates) if known_rates else None,
@@ -200,9 +227,21 @@ def summarize(run_dir: Path, history: History | None = None) -> Summary:
         starvation=dict(buffer.get("starvation") or {}),
         duplicates=int(buffer.get("duplicates", 0)),
         dropped={rule: int(n) for rule, n in dict(buffer.get("dropped") or {}).items()},
-        model=str(model) if (model / "config.json").exists() else None,
+        model=_written(run_dir / "model"),
+        value_model=_written(run_dir / "value_model"),
         report=str(run_dir / "report"),
     )
+
+
+def _learned(records: list[Record]) -> dict[str, tuple[float | None, float | None]]:
+    refers = any("time/reference" in record for record in records)
+    shown = [key for key in LEARNED if refers or not key.startswith("kl/")]
+    ends = {LEARNED[key]: (mean_of(records[:1], key), mean_of(records[-1:], key)) for key in shown}
+    return {name: both for name, both in ends.items() if None not in both}
+
+
+def _written(model: Path) -> str | None:
+    return str(model) if (model / "config.json").exists() else None
 
 
 def _ends(records: list[Record], prefix: str) -> dict[str, tuple[float | None, float | None]]:

@@ -34,16 +34,16 @@ def test_a_finished_run_has_the_whole_report(make_run):
     assert told["requeued_causes"] == {"evicted": 2, "lost": 3}
     assert told["wasted_tokens"] == 450
     assert told["starvation"]["evicted_length_ratio"] == 1.8
-    assert "hard prompts: trained and generated rewards 0.34 apart (0: spread alike" in summary.text()
+    assert "hard prompts trained and generated rewards 0.34 apart (0: alike)" in summary.text()
     assert told["dropped"] == {"failed": 4}
     assert told["staleness_max"] == 2
     assert told["pause_seconds_max"] == 0.5
     assert "target 0.8 REACHED: eval score 0.200 → 0.840 ± 0.031" in summary.text()
     assert told["pass_rates"] == {"pass@1": [0.1, 0.42], "pass@2": [0.2, 0.84]}
-    assert "pass@2     0.200 → 0.840" in summary.text()
+    assert "pass@2       0.200 → 0.840" in summary.text()
     assert "| pass@1 | 0.100 → 0.420 |" in (folder / "summary.md").read_text()
     assert told["reward_parts"] == {"right": [0.4, 0.4], "short": [0.125, 0.125]}
-    assert "short    0.125 → 0.125" in summary.text()
+    assert "short      0.125 → 0.125" in summary.text()
     assert str(folder) in summary.text()
 
 
@@ -86,3 +86,18 @@ def test_training_is_drawn_by_the_version_that_answered():
     assert answered_by([1, 2, 3, 4], {1: 0.0, 2: 1.0, 3: 2.0, 4: 1.5}) == [0, 0, 0, 1.5]
     assert answered_by([5, 6], {5: 1.0, 6: 3.0}) == [3, 3], "a line that goes back would double on itself"
     assert answered_by([3], {}) == [2], "a run that tells no ages is taken for a synchronous one"
+
+
+def test_what_a_value_model_and_a_reference_learned_and_steps_not_made_are_in_the_summary(make_run):
+    run_dir = make_run(steps=3)
+    path = run_dir / "metrics.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    for number, row in enumerate(rows):
+        row |= {"value/loss": 0.5 - number / 10, "kl/completion": number / 4, "skipped_updates": 1}
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    told = summarize(run_dir).text()
+    assert "value loss   0.500 → 0.300" in told
+    assert "skipped      3 optimizer steps: the gradient was not finite" in told
+    assert "KL" not in told, "of a run without a reference it is 0"
+    path.write_text("".join(json.dumps(row | {"time/reference": 1.0}) + "\n" for row in rows))
+    assert "KL           0.000 → 0.500" in summarize(run_dir).text()
