@@ -117,12 +117,12 @@ class Screen:
         return STOPPING if self.stopping else phase_of(self.experiment, self.history)
 
     def _tell(self, fresh: list[Record], alarms: list[str]) -> None:
+        for record in fresh:
+            self.say(step_line(self.experiment, self.history, record))
         phase = self._phase()
         if phase not in (self._told_phase, "training", STOPPING):
             self.say(phase)
         self._told_phase = phase
-        for record in fresh:
-            self.say(step_line(self.experiment, self.history, record))
         for version in sorted(set(self.history.scores) - self._told_scores):
             self.say(f"eval of version {version}: {float(self.history.scores[version]['score']):.3f}")
         self._told_scores |= set(self.history.scores)
@@ -131,7 +131,7 @@ class Screen:
         if time.monotonic() - self._spoke >= LONGEST_SILENCE_S:
             left = _evaluation_left(self.history)
             doing = phase.partition(":")[0] + (f", {left}" if left else "")
-            self.say(f"still {doing} · {clock(time.monotonic() - self.started)}")
+            self.say(f"still {doing} · {clock(time.monotonic() - self.started)} since the start")
 
 
 class Alarms:
@@ -186,7 +186,7 @@ def _shortened(text: str) -> str:
 def phase_of(e: WholeExperiment, history: History) -> str:
     made = max(history.steps, default=0)
     if made and (made >= e.learner.steps or history.data_end is not None):
-        return "last evaluation" if e.eval else "finishing"
+        return "evaluating for the last time" if e.eval else "finishing"
     buffer = (history.since_opened(history.buffer[-1:]) or [{}])[-1]
     if buffer.get("eval_left"):
         return f"evaluating version {buffer['published']}"

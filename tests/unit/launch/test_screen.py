@@ -73,7 +73,7 @@ def test_an_empty_run_says_what_it_waits_for(tmp_path, config_file):
         (0, {"frontier": 1, "published": 0, "eval_left": 0}, "training on the first batch"),
         (10, {"frontier": 10, "published": 10, "eval_left": 2}, "evaluating version 10"),
         (10, {"frontier": 11, "published": 10, "eval_left": 0}, "training"),
-        (24, {"frontier": 24, "published": 24, "eval_left": 2}, "last evaluation"),
+        (24, {"frontier": 24, "published": 24, "eval_left": 2}, "evaluating for the last time"),
     ],
 )
 def test_what_goes_on_is_told_in_a_word(make_run, config_file, steps, buffer, phase):
@@ -118,7 +118,7 @@ def test_a_long_silence_is_filled(make_run, config_file, monkeypatch):
         screen.update()
     first, *_, last = output.getvalue().splitlines()
     assert first == "starting: the engines and the learner load the model"
-    assert last == "still starting · 0 s"
+    assert last == "still starting · 0 s since the start"
 
 
 def test_a_run_that_stops_tells_of_no_new_phase(make_run, config_file, monkeypatch):
@@ -129,7 +129,10 @@ def test_a_run_that_stops_tells_of_no_new_phase(make_run, config_file, monkeypat
     ) as screen:
         screen.stopping = True
         screen.update()
-    assert output.getvalue().splitlines() == ["eval of version 0: 0.200", "still stopping · 0 s"]
+    assert output.getvalue().splitlines() == [
+        "eval of version 0: 0.200",
+        "still stopping · 0 s since the start",
+    ]
 
 
 def test_a_long_evaluation_is_told_with_what_is_left_of_it(make_run, config_file, monkeypatch):
@@ -137,7 +140,10 @@ def test_a_long_evaluation_is_told_with_what_is_left_of_it(make_run, config_file
     output, history = io.StringIO(), evaluating(make_run, 16)
     with Screen(read(config_file, []), history, Running(), Console(file=output, width=80)) as screen:
         screen.update()
-    assert output.getvalue().splitlines()[-1] == "still evaluating version 0, 16 prompts left · 0 s"
+    assert (
+        output.getvalue().splitlines()[-1]
+        == "still evaluating version 0, 16 prompts left · 0 s since the start"
+    )
 
 
 def test_alarms_are_the_services_own_new_warnings(tmp_path):
