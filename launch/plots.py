@@ -27,7 +27,7 @@ TIME_NAMES = {
     "time/publish": ("publish", ORANGE),
     "time/checkpoint": ("checkpoint", GREEN),
     "time/value": ("value model", "#a78bfa"),
-    "time/first_publish": ("the first version's servers", "#94a3b8"),
+    "time/first_publish": ("waiting for the first server", "#94a3b8"),
     "other": ("other", "#e2e8f0"),
 }
 FEW = 3
