@@ -87,15 +87,19 @@ def updater(one_process, folders):
 
 
 @torch.no_grad()
-def values(folders, groups: Batch) -> list[list[float]]:
-    """Σ log π / π_ref of each completion, at the sampling temperature."""
-    policy, reference = (AutoModelForCausalLM.from_pretrained(folders / n) for n in ("policy", "reference"))
+def values(folders, groups: Batch, weighted=False) -> list[list[float]]:
+    """Σ log π / π_ref of each completion, at the sampling temperature; or Σ π/μ · log π / π_ref."""
+    models = [AutoModelForCausalLM.from_pretrained(folders / n) for n in ("policy", "reference")]
 
     def value(t: Trajectory) -> float:
         ids = torch.tensor(t.token_ids[None], dtype=torch.int64)
-        logprobs = [(m(ids).logits[0] / 0.7).log_softmax(-1) for m in (policy, reference)]
-        places = np.flatnonzero(t.loss_mask)
-        return sum(float(logprobs[0][p - 1, ids[0, p]] - logprobs[1][p - 1, ids[0, p]]) for p in places)
+        logprobs = [(m(ids).logits[0] / 0.7).log_softmax(-1) for m in models]
+        total = 0.0
+        for place in np.flatnonzero(t.loss_mask):
+            policy, reference = (float(of[place - 1, ids[0, place]]) for of in logprobs)
+            weight = math.exp(policy - t.behavior_logprobs[place]) if weighted else 1.0
+            total += weight * (policy - reference)
+        return total
 
     return [[value(t) for t in g.trajectories] for g in groups.groups]
 
@@ -116,7 +120,8 @@ def test_loss_and_what_is_told_are_those_of_the_pairs(updater, folders):
     assert row["dpo/accuracy"] == sum(d > 0 for d in differences) / 5
     assert row["dpo/margin"] == pytest.approx(BETA * sum(differences) / 5, rel=1e-3)
     assert row["dpo/chosen"] == pytest.approx(BETA * sum(chosen) / 5, rel=1e-3)
-    divergence = sum(v for number in (1, 2) for v in found[number]) / 6
+    weighted = values(folders, everything, weighted=True)
+    divergence = sum(v for number in (1, 2) for v in weighted[number]) / 6
     assert row["kl/completion"] == pytest.approx(divergence, rel=1e-3)
 
 

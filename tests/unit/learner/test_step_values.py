@@ -106,7 +106,7 @@ class Token:
     """Its return."""
     value: float
     divergence: float
-    """log π - log π_ref."""
+    """π/μ · (log π - log π_ref)."""
 
 
 @pytest.fixture(scope="module")
@@ -154,7 +154,7 @@ def oracle(
             error, rho = reward + gamma * values[t + 1] - values[t], math.exp(logprob - mu)
             advantage = error + gamma * lam * carried
             carried = truncated(rho, RHO_BAR) * error + gamma * lam * truncated(rho, C_BAR) * carried
-            tokens[mu] = Token(advantage, carried + values[t], values[t], logprob - reference)
+            tokens[mu] = Token(advantage, carried + values[t], values[t], rho * (logprob - reference))
     found = [token.advantage for token in tokens.values()]
     mean = sum(found) / len(found)
     std = math.sqrt(sum((a - mean) ** 2 for a in found) / len(found))
