@@ -218,7 +218,7 @@ class AlgorithmConfig(Section):
         of = self.correction
         if of.kind == "bypass" and self.loss != "reinforce":
             return False
-        return self.weight_level == of.mask_level == "none" and not of.veto
+        return self.weight_level == "none" and not of.stops_some
 
     @property
     def per_token(self) -> bool:

@@ -28,6 +28,8 @@ TAPERED: dict[Level, tuple[float, float]] = {
 """The same with taper, of tokens with A ≤ 0."""
 
 VETO = 1e-4
+FARTHEST = 1e6
+"""A mask or a veto for ratios that are farther from 1 stops nothing."""
 MASKS = ("mask", "mask_low", "mask_high")
 TAPERED_ABOVE = 2
 """Versions of age past which the correction tapers unless the file says otherwise (docs/experiments.md)."""
@@ -88,6 +90,12 @@ class CorrectionConfig(Section):
             low if self.mask_low is None else self.mask_low,
             high if self.mask_high is None else self.mask_high,
         )
+
+    @property
+    def stops_some(self) -> bool:
+        """Whether the mask, or a veto of the file's, is for ratios that tokens may have."""
+        low, high = self.band
+        return low > 1 / FARTHEST or high < FARTHEST or (self.veto or 0.0) > 1 / FARTHEST
 
     @property
     def veto_below(self) -> float:

@@ -154,6 +154,8 @@ def test_what_staleness_forbids(refusal):
         {"loss": "reinforce", "correction": {"weight": "none", "mask": "none"}},
         {"correction": {"weight": "none", "mask": "none", "veto": 0}},
         {"correction": {"weight": "none", "mask": "none"}},
+        {"correction": {"weight": "none", "mask": "none", "veto": 1e-30}},
+        {"correction": {"weight": "none", "mask_low": 0, "mask_high": 1e30}},
     ):
         text = refusal(learner={"algorithm": uncorrected})
         assert "buffer.max_staleness=2 versions old would be trained as the policy's own" in text
