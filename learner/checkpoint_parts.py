@@ -4,6 +4,7 @@ Collective over all ranks of whichever job holds the model.
 """
 
 import queue
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ def save_part(folder: Path, part: Trainable, distributed_optimizer: bool) -> Non
     """Write it into a folder that is made if need be."""
     from megatron.core import dist_checkpointing
 
-    _write_without_a_manager()
+    _write_in_this_process()
     make(folder)
     optimizer_resume.complete(part.optimizer)
     dist_checkpointing.save(_state(part, distributed_optimizer, loading=False), str(folder))
@@ -74,25 +75,45 @@ def reason_of(error: BaseException) -> str:
         error = next(iter(error.failures.values()))[0]
     while error.__cause__ is not None:
         error = error.__cause__
-    found = disk_error(error) or error
-    lines = str(found).strip().splitlines()
-    line = lines[-1] if lines else type(found).__name__
-    # All that torch's writer of archives says when less was written than it gave; a process that writes for
-    # this one sends nothing else back.
-    return f"the disk is full, or gone ({line})" if "inline_container" in line else line
+    lines = str(error).strip().splitlines()
+    return lines[-1] if lines else type(error).__name__
 
 
-def _write_without_a_manager() -> None:
-    """Give Megatron's writer a plain queue for its results.
+def _write_in_this_process() -> None:
+    """Have Megatron's writer start no process: its own are meant for writing in the background.
 
-    Its own is served by a manager process, meant for writing in the background. A learner killed with SIGKILL
-    leaves that process behind for ever, with the learner's pipes open; and we write in the foreground.
+    One serves a queue of results, and stays for ever when the learner is killed with SIGKILL. Others are
+    forked to write a file each, and are waited for without end: where one is killed the learner stands.
     """
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
     assert hasattr(filesystem_async, "_results_queue"), "megatron-core moved its writer's queue"
     if filesystem_async._results_queue is None:
         filesystem_async._results_queue = queue.SimpleQueue()
+    writer: Any = filesystem_async.FileSystemWriterAsync
+    assert hasattr(writer, "write_preloaded_data_multiproc"), "megatron-core moved its writing of files"
+    writer.write_preloaded_data_multiproc = staticmethod(_write_files)
+
+
+def _write_files(
+    transforms: list[Any], use_msc: bool, rank: int, buckets: list[Any], results: "queue.SimpleQueue[Any]"
+) -> None:
+    """In the place of FileSystemWriterAsync.write_preloaded_data_multiproc: a thread for each file."""
+    from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
+
+    def write(number: int) -> Any:
+        told: Any = queue.SimpleQueue()
+        counted: Any = queue.Queue()
+        counted.put(number)
+        FileSystemWriterAsync.write_preloaded_data(
+            transforms, number, buckets[number], told, counted, use_fsync=True, use_msc=use_msc
+        )
+        return told.get()[1]
+
+    with ThreadPoolExecutor(len(buckets)) as pool:
+        found = list(pool.map(write, range(len(buckets))))
+    errors = [one for one in found if isinstance(one, Exception)]
+    results.put(disk_error(errors[0]) or errors[0] if errors else dict(enumerate(found)))
 
 
 def make(folder: Path) -> None:
