@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from learner import collectives, convert, families, parallel
@@ -132,6 +133,7 @@ class ValueJob:
         except CheckpointException as error:
             return Failed(f"{folder / PART} cannot be written: {reason_of(error)}")
         sync(folder / PART)
+        dist.barrier()  # with the answer the learner completes the folder: it is renamed
         return Answer()
 
     def _export(self, task: Task) -> Answer:

@@ -28,9 +28,9 @@ from learner.apart import job as job_module
 from learner.apart import waiting as waiting_module
 from learner.apart.desk import Desk
 from learner.apart.job import answer, limits_of
-from learner.apart.wire import VALUE, Failed, Served
+from learner.apart.wire import VALUE, Answer, Failed, Served, Task
 from learner.checkpoint import CheckpointNotWritten, Checkpoints
-from learner.checkpoint_files import verify
+from learner.checkpoint_files import being_written, verify
 from learner.config import ParallelConfig
 from learner.line import Line
 from learner.model import build_model
@@ -344,3 +344,14 @@ def test_updates_that_never_have_a_gradient_end_the_job_and_the_learner_hears_wh
         with pytest.raises(Failed, match="the last 2 updates were skipped"):
             learner.step(0)
         assert "the last 2 updates were skipped" in str(value.ended())
+
+
+def test_a_save_is_answered_once_the_files_of_every_rank_are_on_disk(world, experiment, monkeypatch):
+    """With the answer the learner renames the folder, from under a rank that has yet to open a file in it."""
+    made = ValueJob(experiment, experiment.learner.value.ranks)
+    being_written(Path(experiment.run_dir) / "checkpoints", 2).mkdir(parents=True)
+    order, sync, barrier = [], service_module.sync, service_module.dist.barrier
+    monkeypatch.setattr(service_module, "sync", lambda folder: (order.append("synced"), sync(folder)))
+    monkeypatch.setattr(service_module.dist, "barrier", lambda *a: (order.append("met"), barrier(*a)))
+    assert made.compute([Task("save", numbers={"number": 0, "step": 2})]) == [Answer()]
+    assert order[order.index("synced") :] == ["synced", "met"]
