@@ -93,7 +93,8 @@ class Updater:
         report.value = value
         if self._algorithm.per_token:
             self._estimate(parts, report.value)
-        for number, part in enumerate(parts):
+        updates = 0
+        for part in parts:
             report.tied_groups += int(part.total.tied_groups)
             if not part.total.tokens:
                 continue
@@ -102,11 +103,12 @@ class Updater:
                 began = time.perf_counter()
                 self._critic.update(part.micro_batches, part.total, report.value)
                 started += time.perf_counter() - began
-            self._prepare(part, shard.index, number / len(parts))
+            self._prepare(part, shard.index, updates / len(parts))
             sums = self._forward_backward(part, report.ptx)
             report.forward_backward_seconds += time.perf_counter() - started
             started = time.perf_counter()
             norm, made = self._trainable.step(learner.optimizer.clip_grad)
+            updates += made
             report.add(sums, norm, made)
             report.trained_tokens += int(part.total.tokens)
             report.completions += int(part.total.sequences)

@@ -15,7 +15,7 @@ from learner.config import LearnerExperiment
 from learner.losses import Denominators
 from learner.metrics import StepReport
 from learner.model import build_model
-from learner.optimizer import make_trainable
+from learner.optimizer import Trainable, make_trainable
 from learner.packing import MicroBatch
 from learner.policy_losses import trusted_limit
 from learner.step import Updater
@@ -159,6 +159,18 @@ def test_the_proximal_policy_is_estimated_only_once_the_policy_has_left_it(train
     assert second.proximal_share is not None
     assert second.proximal_share.tolist() == pytest.approx((ages / (ages + 0.5)).tolist())
     assert 0 < len(set(ages.tolist())) <= 3
+
+
+def test_only_updates_that_were_made_move_the_policy_from_the_proximal_one(trained, monkeypatch):
+    """One whose gradient is not finite is none."""
+    made = iter([False, True, False, True])
+    monkeypatch.setattr(Trainable, "step", lambda *_: (1.0, next(made)))
+    step = trained(512, updates=4, correction={"proximal": "interpolated"})
+    shares = [batch.proximal_share for batch, _ in step.given]
+    assert shares[:2] == [None, None]
+    for (batch, _), share in zip(step.given[2:], shares[2:], strict=True):
+        age = INDEX - batch.versions.float()
+        assert share.tolist() == pytest.approx((age / (age + 1 / 4)).tolist())
 
 
 def test_m2po_trusts_the_same_tokens_in_one_micro_batch_and_in_several(trained, folder):
