@@ -115,7 +115,7 @@ def tapered(ratios: Tensor, advantages: Tensor) -> Tensor:
     With ρ of whole completions it is TOPR's weight (arXiv 2503.14286, section 3), with A for its reward. A
     push up is bounded by itself: the likelier something is, the less is left to gain. A push down is not: the
     gradient of log π grows the rarer it has become. So what the policy has left already is let go, and what
-    was right is trained however far the policy has gone from it.
+    was right is trained however far the policy has gone from it, unless the veto stops its whole sequence.
     """
     return torch.where(advantages > 0, 1.0, ratios.clamp(max=1))
 

@@ -99,8 +99,8 @@ def objective(
     if batch.reference_logprobs is not None:
         refuse_non_finite(batch.reference_logprobs, "reference", batch.sequence_index, batch.target_ids)
         distance = kl(logprobs, batch.reference_logprobs, algorithm.kl.estimate)
-        if kl_coefficient:
-            per_token = per_token + correction.keep * kl_coefficient * distance
+        if kl_coefficient:  # of samples of μ, as the policy loss is
+            per_token = per_token + correction.weight * kl_coefficient * distance
         metrics["reference_kl"] = distance
         metrics["reference_k1"] = divergence(logprobs, behavior, batch.reference_logprobs)
     loss = aggregate(per_token, batch.weights, sequences, algorithm.aggregation, total)
@@ -241,6 +241,8 @@ def divergence(logprobs: Tensor, behavior: Tensor, reference: Tensor) -> Tensor:
 
 def kl(logprobs: Tensor, reference: Tensor, estimator: Estimator) -> Tensor:
     """Per-token estimate [N] of KL(π ‖ reference) from samples of π; joschu.net/blog/kl-approx.html.
+
+    Samples of another policy need a weight.
 
     As a loss k1's gradient is zero in expectation; k2's and k3's pull towards the reference.
     """

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from learner.algorithm import BYPASSING, LOSSES, AlgorithmConfig
-from learner.corrections import NonFiniteLogprob, ratio
+from learner.corrections import LOG_RATIO_LIMIT, NonFiniteLogprob, ratio
 from learner.losses import Denominators, aggregate, divergence, kl, objective
 from learner.packing import MicroBatch, empty
 from learner.policy_losses import ppo
@@ -72,18 +72,28 @@ def oracle(logprobs, entropy, batch: MicroBatch, of: AlgorithmConfig) -> list[to
     terms = []
     for i, logprob in enumerate(logprobs):
         mates = [j for j, s in enumerate(sequences) if s == sequences[i]]
-        rhos = [math.exp(proximal[j] - behavior[j]) for j in mates]
-        rho = math.exp(proximal[i] - behavior[i])
+        logs = [proximal[j] - behavior[j] for j in mates]
+        log_rhos = {
+            "none": 0.0,
+            "token": proximal[i] - behavior[i],
+            "sequence": sum(logs),
+            "geometric": sum(logs) / len(logs),
+        }
+        rhos = {level: math.exp(min(log_rho, LOG_RATIO_LIMIT)) for level, log_rho in log_rhos.items()}
+        praised = bool(of.correction.taper) and advantages[i] > 0
         lowest, highest = of.correction.band
-        keep = float(lowest <= rho <= highest and min(rhos) >= of.correction.veto_below)
-        weight = {"none": 1, "token": rho, "geometric": math.prod(rhos) ** (1 / len(rhos))}[of.weight_level]
+        inside = praised or lowest <= rhos[of.correction.mask_level] <= highest
+        keep = float(inside and math.exp(min(logs)) >= of.correction.veto_below)
+        weight = 1.0 if praised else rhos[of.weight_level]
+        weight = min(weight, 1.0) if of.correction.taper else weight
+        weight = min(weight, of.correction.cap or math.inf)
         moved = [now[j] - old[j] for j in mates]
         policy = lost(of, logprob, old[i], moved, advantages[i], trusted[i])
         loss = keep * weight * policy - keep * of.entropy * entropy[i]
         if batch.reference_logprobs is not None:
             d = batch.reference_logprobs.tolist()[i] - logprob
             estimate = {"k1": -d, "k2": d * d / 2, "k3": d.exp() - d - 1}[of.kl.estimate]
-            loss = loss + keep * of.kl.coefficient * estimate
+            loss = loss + keep * weight * of.kl.coefficient * estimate
         share = {
             "token": 1 / TOTAL.tokens,
             "sequence": 1 / len(mates) / TOTAL.sequences,
@@ -109,11 +119,22 @@ def settings_of(loss: str, correction: dict) -> dict:
 
 
 CORRECTIONS = [{"kind": "decoupled"}, {"kind": "bypass"}, {"kind": "bypass", "mask": "token", "veto": 1e-4}]
+WEIGHED = [
+    {"cap": 1.5, "mask": "none"},
+    {"weight": "sequence", "cap": 5.0},
+    {"weight": "none", "mask": "sequence"},
+    {"weight": "geometric", "mask": "geometric", "mask_low": 0.8, "mask_high": 1.25},
+    {"taper": True},
+    {"weight": "sequence", "taper": True, "mask": "none"},
+]
 OBJECTIVES = [
     settings_of(loss, correction)
     for loss in POLICY_LOSSES
     for correction in CORRECTIONS
     if loss not in BYPASSING or correction["kind"] == "bypass"
+]
+OBJECTIVES += [
+    settings_of(loss, {"kind": "decoupled", **weighed}) for loss in ("ppo", "gspo") for weighed in WEIGHED
 ]
 logprob = st.floats(-12, 0, width=32)
 
@@ -167,6 +188,7 @@ POINTS = [
     (8, -1.0, -1.1, -1.0001, -1.2, 1.0, True),  # inside even gspo's clip
     (9, -0.1, -2.0, -2.1, -0.2, 1.0, False),  # above even cispo's
     (9, -0.2, -2.1, -2.2, -0.1, -1.0, True),
+    (10, -1.6, -1.0, -1.5, -1.2, -1.0, True),  # left already by what is to make it rarer
 ]
 
 

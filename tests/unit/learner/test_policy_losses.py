@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from learner.algorithm import AlgorithmConfig
@@ -105,8 +105,7 @@ tokens = st.tuples(st.integers(0, 2), logprob, logprob, st.floats(-3, 3, width=3
 def test_losses_and_gradients_are_those_of_a_loop(drawn, kind, clip):
     drawn = sorted(drawn)
     rows, trusted = [d[:4] for d in drawn], [d[4] for d in drawn]
-    if near_a_kink(kind, rows, *clip):
-        return
+    assume(not near_a_kink(kind, rows, *clip))
     losses, slopes, held = computed(kind, rows, *clip, trusted)
     expected, by_own, stopped = oracle(kind, rows, *clip, trusted)
     assert losses.tolist() == pytest.approx(expected, rel=1e-4, abs=1e-5)
