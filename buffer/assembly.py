@@ -62,12 +62,13 @@ def _discard(database: Database, state: str, below: int) -> list[str]:
     )
     gone = database.run(
         "UPDATE groups SET state = ? WHERE state = 'stored' AND oldest_version < ? "
-        "RETURNING sequence, prompt_id",
+        "RETURNING sequence, prompt_id, trained_tokens",
         *(state, below),
     ).fetchall()
-    for sequence, _ in gone:
+    for sequence, _, tokens in gone:
         database.run("DELETE FROM payloads WHERE sequence = ?", sequence)
-    return [prompt_id for _, prompt_id in gone]
+        database.count("wasted_tokens", tokens)
+    return [prompt_id for _, prompt_id, _ in gone]
 
 
 def assemble(database: Database, index: int, rules: Rules, leased: list[int], seed: int) -> bool:

@@ -201,6 +201,7 @@ class Store:
             self.ledger.compared(rewards)
         if self._config.dynamic_sampling and len(rewards) == 1:
             assembly.insert(self.database, delivery, turn, "dropped", wanted)
+            self.database.count("wasted_tokens", delivery.trained_tokens)
             self.ledger.drop(group.prompt_id, "zero_variance")
         else:
             assembly.insert(self.database, delivery, turn, "stored", wanted)
@@ -331,6 +332,7 @@ class Store:
             "duplicates": counters.get("duplicates", 0),
             "orphans": counters.get("orphans", 0),
             "evicted": counters.get("requeued/evicted", 0),
+            "wasted_tokens": counters.get("wasted_tokens", 0),
             "dropped": under(counters, "dropped/"),
             "requeued": under(counters, "requeued/"),
             "failed": under(counters, "failed/"),

@@ -32,6 +32,8 @@ TIME_NAMES = {
 }
 FEW = 3
 """Points."""
+CUT = 2.0
+"""A first step so many times as long as any other leaves the picture, which would be one bar otherwise."""
 STYLE: dict[Any, Any] = {
     "figure.figsize": (9.0, 4.6),
     "figure.dpi": 150,
@@ -236,7 +238,13 @@ def draw_time(axes: Axes, history: History) -> bool:
     if shares:
         text = f"servers waited for leases {sum(shares) / len(shares):.0%} of the time"
         axes.set_title(text, loc="right", fontsize=10, fontweight="normal", color=GREY)
-    axes.set_ylim(top=max(bottom) * 1.4)
+    highest = max(bottom[1:] or bottom)
+    if bottom[0] > CUT * highest:  # the first step waits for the engines to start
+        text = f" ↑ step {steps[0]}: {bottom[0]:.0f} s"
+        axes.annotate(text, (steps[0] - 0.4, highest), color=GREY, fontsize=9.5, va="bottom")
+    else:
+        highest = max(bottom)
+    axes.set_ylim(top=highest * 1.4)
     axes.legend(loc="upper left", ncols=3, fontsize=9.5, columnspacing=1.4, handlelength=1.2)
     return True
 

@@ -52,6 +52,7 @@ class Summary:
     rho_mean: float | None
     ess_mean: float | None
     samples_per_second: float | None
+    """This and the next: without the first step, which waits for the servers to start."""
     learner_tokens_per_second: float | None
     server_tokens_per_second: float | None
     staleness_mean: float | None
@@ -64,7 +65,7 @@ class Summary:
     """Prompts that went back to the queue."""
     requeued_causes: dict[str, int]
     wasted_tokens: int
-    """Sampled for nothing, by all servers in the recorded steps."""
+    """Sampled for nothing: by all servers in the recorded steps, and of groups that no batch took."""
     starvation: dict[str, float | None]
     """What was trained beside what was generated (`buffer.starvation.report`)."""
     duplicates: int
@@ -179,7 +180,9 @@ def summarize(run_dir: Path, history: History | None = None) -> Summary:
         history = History(run_dir)
         history.refresh()
     records = [history.steps[s] for s in sorted(history.steps)]
-    seconds = sum(step_seconds(history))
+    durations = step_seconds(history)
+    steady = slice(1, None) if len(records) > 1 else slice(None)
+    seconds = sum(durations[steady])
     buffer = history.buffer[-1] if history.buffer else {}
     requeued = {cause: int(n) for cause, n in dict(buffer.get("requeued") or {}).items()}
     scores = {v: float(r["score"]) for v, r in sorted(history.scores.items())}
@@ -188,15 +191,15 @@ def summarize(run_dir: Path, history: History | None = None) -> Summary:
     stale = history.series("staleness/max")[1]
     rates = [mean_of(lines, "tokens_per_s") for lines in history.servers.values()]
     known_rates = [r for r in rates if r is not None]
-    samples = sum(float(r.get("samples", 0)) for r in records)
-    tokens = sum(float(r.get("tokens", 0)) for r in records)
+    samples = sum(float(r.get("samples", 0)) for r in records[steady])
+    tokens = sum(float(r.get("tokens", 0)) for r in records[steady])
     return Summary(
         name=config["name"],
         run_dir=str(run_dir),
         steps=max(history.steps, default=0),
         total_steps=config["learner"]["steps"],
         data_ended=history.data_end is not None,
-        training_seconds=seconds,
+        training_seconds=sum(durations),
         first_score=scores[versions[0]] if versions else None,
         last_score=scores[versions[-1]] if versions else None,
         last_stderr=history.scores[versions[-1]].get("stderr") if versions else None,
@@ -223,7 +226,8 @@ def summarize(run_dir: Path, history: History | None = None) -> Summary:
         evicted=int(buffer.get("evicted", 0)),
         requeued=sum(requeued.values()),
         requeued_causes=requeued,
-        wasted_tokens=sum(int(r.get("servers/wasted_tokens", 0)) for r in records),
+        wasted_tokens=sum(int(r.get("servers/wasted_tokens", 0)) for r in records)
+        + int(buffer.get("wasted_tokens", 0)),
         starvation=dict(buffer.get("starvation") or {}),
         duplicates=int(buffer.get("duplicates", 0)),
         dropped={rule: int(n) for rule, n in dict(buffer.get("dropped") or {}).items()},

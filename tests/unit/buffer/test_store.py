@@ -7,6 +7,10 @@ from buffer.errors import BadMessage, BatchForgotten, DataExhausted, RunFinished
 from buffer.groups import decode_delivery, encode_group
 
 
+def sampled_tokens(group) -> int:
+    return sum(int(t.loss_mask.sum()) for t in group.trajectories)
+
+
 def test_nothing_is_leased_before_a_version_is_published(bench):
     b = bench()
     assert b.lease(4) == []
@@ -130,6 +134,7 @@ def test_a_duplicate_of_an_evicted_group_does_not_come_back(bench, group):
     b.do(lambda s: s.published(1))
     assert b.batch(1) is None
     assert b.store.status()["evicted"] == 1
+    assert b.store.status()["wasted_tokens"] == sampled_tokens(stale)
     assert not b.deliver(stale)
     (again,) = b.lease(1)
     assert again.prompt == lease.prompt
@@ -247,9 +252,11 @@ def test_groups_without_contrast_are_dropped_counted_and_refilled(bench, group):
     b.do(lambda s: s.published(0))
     leases = b.lease(4)
     assert b.lease(4) == []
-    assert b.deliver(group(leases[0], rewards=(1.0, 1.0)))
+    alike = group(leases[0], rewards=(1.0, 1.0))
+    assert b.deliver(alike)
     assert b.deliver(group(leases[1], rewards=(1.0, 0.0)))
     assert b.store.status()["dropped"] == {"zero_variance": 1}
+    assert b.store.status()["wasted_tokens"] == sampled_tokens(alike)
     assert len(b.lease(4)) == 1, "its place is free for another prompt"
     assert not b.deliver(group(leases[0], rewards=(1.0, 1.0)))
 

@@ -107,7 +107,7 @@ def step_row(step: int) -> dict[str, Any]:
     return {
         "step": step,
         "time": STARTED + STEP_S * step,
-        "time/step": STEP_S,
+        "time/step": STEP_S * (4 if step == 1 else 1),
         "time/wait_batch": 9.0 + chance.uniform(-3, 3),
         "time/forward_backward": 14.0 + chance.uniform(-2, 2),
         "time/optimizer": 1.5,
@@ -142,6 +142,7 @@ def server_rows(steps: int) -> list[dict[str, Any]]:
 def buffer_row() -> dict[str, Any]:
     return {
         "time": STARTED + 700, "leased": 6, "stored": 3, "evicted": 2, "duplicates": 1,
+        "wasted_tokens": 30,
         "dropped": {"failed": 4}, "requeued": {"evicted": 2, "lost": 3},
         "starvation": {
             "length_ratio": 0.9, "length_ks": 0.12, "reward_ks": 0.34, "evicted_length_ratio": 1.8,
