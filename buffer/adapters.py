@@ -42,7 +42,8 @@ class Adapter:
         for key in self.keys:
             if row.get(key) is None:
                 found = _listed(sorted(k for k, v in row.items() if v is not None))
-                raise BadRow(f"{key}: missing; read as {self.name}, keys found: {found}")
+                fault = "null" if key in row else "missing"
+                raise BadRow(f"{key}: {fault}; read as {self.name}, keys found: {found}")
         if not isinstance(row.get("metadata") or {}, dict):
             raise BadRow(f"metadata: expected an object, got {shown(row['metadata'])}")
         return self.read(row)

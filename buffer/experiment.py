@@ -236,7 +236,7 @@ class Experiment(Section):
     @field_validator("run_dir")
     @classmethod
     def _is_somewhere(cls, value: str) -> str:
-        if not value.strip():
+        if not value.strip() or "\0" in value:
             raise ValueError("expected a folder")
         return value
 

@@ -65,6 +65,7 @@ def told(tmp_path, *overrides: str, text: str = "name: made\nrun_dir: runs/made\
         ("name=a/b", 'name: expected one folder name of letters, digits, _ - + . and no / in it, got "a/b"'),
         ("name=''", 'name: expected one folder name of letters, digits, _ - + . and no / in it, got ""'),
         ("run_dir=' '", 'run_dir: expected a folder, got " "'),
+        ('run_dir="a\\0b"', 'run_dir: expected a folder, got "a\\u0000b"'),
         ("data.epochs=1", "data.train: missing; it has no default"),
         ("data.train.kind=jsonl", "data.train.path: missing; it has no default"),
         (

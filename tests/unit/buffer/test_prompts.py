@@ -38,6 +38,7 @@ def test_the_order_is_the_seeds_and_the_same_after_a_restart():
         ("{", "rows.jsonl:2: not JSON"),
         ("[1]", "rows.jsonl:2: expected an object"),
         ('{"answer": 1}', "rows.jsonl:2: prompt: missing; read as prompt, keys found: `answer`"),
+        ('{"prompt": null}', "rows.jsonl:2: prompt: null; read as prompt, keys found: none"),
         ('{"prompt": ""}', "rows.jsonl:2: prompt"),
         ('{"prompt": [{"role": "user"}]}', "rows.jsonl:2: prompt: expected chat messages"),
         ('{"prompt": "p", "metadata": 3}', "rows.jsonl:2: metadata"),
