@@ -39,6 +39,7 @@ from learner import families
 from learner.config import LearnerConfig, LearnerExperiment, OwnRanks, TrainingConfig
 from learner.offline.config import OfflineExperiment
 from rollout.config import (
+    EngineConfig,
     FunctionReward,
     ModelReward,
     PredictionExperiment,
@@ -280,7 +281,7 @@ def read(path: str | Path, overrides: list[str], services: Collection[str] = SER
     if "buffer" in services:
         reasons += missing_rows(experiment)
     if "rollout" in services:
-        reasons += engine_faults("rollout.engine", experiment.rollout.engine)
+        reasons += engine_reasons("rollout.engine", experiment.rollout.engine, experiment.model.path)
     if {"rollout", "learner", "reference", "value"} & set(services):
         reasons += _models(experiment, services)
     if "learner" in services:
@@ -355,7 +356,12 @@ def scorer_faults(e: WholeExperiment, name: str, reward: ModelReward) -> list[st
     key = f"rollout.rewards.{name}"
     found = folder.faults(f"{key}.model", reward.model, folder.longest(e.model, reward))
     found = found or model_folder.served(f"{key}.model", reward.model)
-    return found + engine_faults(f"{key}.engine", reward.engine)
+    return found + engine_reasons(f"{key}.engine", reward.engine, reward.model)
+
+
+def engine_reasons(key: str, engine: EngineConfig, model: str) -> list[str]:
+    """Why an engine could not serve a model here, one line each."""
+    return engine_faults(key, engine) + model_folder.shared(key, engine.tensor_parallel, model)
 
 
 def check_scorer(path: str | Path, overrides: list[str], name: str) -> None:

@@ -17,6 +17,7 @@ from buffer.run_lock import RunLock
 from launch import resuming
 from launch.experiment import WholeExperiment, addresses, apart, differences, dump, resolved, reward_models
 from launch.history import History
+from launch.overview import many
 from launch.placement import settle_address, usable_cores, visible_gpus
 from launch.screen import Screen
 from launch.services import gpu_shares, plan_services, training_jobs
@@ -136,10 +137,10 @@ def locked(run_dir: Path) -> Iterator[None]:
     Raises:
         RunError: Another process holds it, or it cannot be written.
     """
-    if run_dir.exists() and not run_dir.is_dir():
-        raise RunError(f"run_dir={run_dir}: is no folder; expected one, which need not exist yet")
     try:
         with writing(run_dir):
+            if run_dir.exists() and not run_dir.is_dir():
+                raise RunError(f"run_dir={run_dir}: is no folder; expected one, which need not exist yet")
             lock = RunLock(run_dir, "run", grace_s=0)
     except FolderInUse as held:
         raise RunError(str(held)) from None
@@ -264,19 +265,18 @@ def announce(e: WholeExperiment, history: History, console: Console) -> None:
     """What is about to run, before anything slow starts."""
     source = e.data.train
     data = source.dataset if source.kind == "reasoning_gym" else getattr(source, "path", source.kind)
-    servers = f"{e.rollout.servers} rollout server{'s' * (e.rollout.servers > 1)}"
+    servers = many(e.rollout.servers, "rollout server")
     models = len(reward_models(e))
-    scorers = f"{models} scorer{'s' * (models > 1)}, " if models else ""
-    ranks = ", ".join(
-        f"{job.processes} {name} rank{'s' * (job.processes > 1)}" for name, job in training_jobs(e).items()
-    )
+    scorers = f"{many(models, 'scorer')}, " if models else ""
+    ranks = ", ".join(many(job.processes, f"{name} rank") for name, job in training_jobs(e).items())
     device = f"{len(visible_gpus())} GPU" if visible_gpus() else f"{len(usable_cores())} cores"
     oldest = e.buffer.max_staleness
     lines = {
         "model": f"{e.model.path} · {e.model.dtype}, at most {e.model.max_length} tokens",
         "data": f"{data}",
-        "training": f"{e.learner.steps} steps of {e.buffer.groups_per_batch} groups × {e.rollout.group_size} "
-        f"completions · {e.learner.algorithm.at_age(oldest).told}, staleness at most {oldest}",
+        "training": f"{many(e.learner.steps, 'step')} of {many(e.buffer.groups_per_batch, 'group')} × "
+        f"{many(e.rollout.group_size, 'completion')} · {e.learner.algorithm.at_age(oldest).told}, "
+        f"staleness at most {oldest}",
         "rewards": " + ".join(f"{r.weight:g} · {name}" for name, r in e.rollout.rewards.items() if r.weight),
         "services": f"buffer, {servers}, {scorers}{ranks} on {device}",
         "logs": f"{e.run_dir}/logs",

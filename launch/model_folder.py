@@ -72,6 +72,28 @@ def served(key: str, path: str, max_length: int | None = None) -> list[str]:
     return found or _weights(key, path) or _tokenizer(key, path) or _unlike(key, path, fields)
 
 
+def shared(key: str, size: int, path: str) -> list[str]:
+    """Why an engine's ranks could not share the model's attention heads, in one line at most.
+
+    Args:
+        key: Of the engine's section, for the line.
+        size: Its `tensor_parallel`.
+        path: The model's folder; one that cannot be read is another check's.
+    """
+    fields, _ = _config(key, path)
+    heads = fields.get("num_attention_heads")
+    groups = fields.get("num_key_value_heads", heads)
+    if not isinstance(heads, int) or not isinstance(groups, int) or min(heads, groups) < 1:
+        return []
+    fitting = [n for n in range(1, heads + 1) if heads % n == 0 and (groups % n == 0 or n % groups == 0)]
+    if size in fitting:
+        return []
+    return [
+        f"{key}.tensor_parallel={size}: cannot share the {heads} attention heads and {groups} key-value "
+        f"heads of the model in {path}; use one of {', '.join(map(str, fitting))}"
+    ]
+
+
 def _config(key: str, path: str) -> tuple[dict[str, Any], list[str]]:
     config = Path(path) / "config.json"
     if not config.is_file():

@@ -104,6 +104,11 @@ def clock(seconds: float) -> str:
     return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
 
 
+def many(number: int, noun: str) -> str:
+    """`1 step`, `2 steps`."""
+    return f"{number} {noun}{'s' * (number != 1)}"
+
+
 def count(value: float) -> str:
     """`950`, `12.4k`, `3.1M`."""
     for limit, unit in ((1e9, "G"), (1e6, "M"), (1e4, "k")):

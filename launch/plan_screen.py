@@ -9,6 +9,7 @@ from rich.measure import Measurement
 from rich.table import Table
 
 from launch.experiment import WholeExperiment
+from launch.overview import many
 from launch.plan import GIB, Plan, RankKind
 from launch.plan_changes import changes
 from rollout.config import PredictionExperiment
@@ -74,7 +75,7 @@ def _layouts(plan: Plan) -> Iterator[str]:
     if isinstance(experiment, WholeExperiment):
         engine, servers = experiment.rollout.engine, experiment.rollout.servers
         each = engine.tensor_parallel * engine.pipeline_parallel
-        yield f"{servers} server{'s' * (servers != 1)} of {_ranks(each)}"
+        yield f"{many(servers, 'server')} of {_ranks(each)}"
 
 
 def as_json(plans: Sequence[Plan]) -> str:

@@ -17,7 +17,8 @@ from buffer.config_errors import placed
 from buffer.dotted import fault
 from buffer.experiment import FilesSource, load
 from launch import model_folder
-from rollout.config import PredictionExperiment, engine_faults
+from launch.experiment import engine_reasons
+from rollout.config import PredictionExperiment
 from rollout.engine_log import engine_log
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ def read(config: Path, overrides: list[str], model: Path | None) -> PredictionEx
     given = [*overrides, *([f"model.path={json.dumps(str(model))}"] if model else [])]
     experiment = load(config, given, PredictionExperiment)
     faults = model_folder.served("model.path", experiment.model.path, experiment.model.max_length)
-    faults += engine_faults("rollout.engine", experiment.rollout.engine)
+    faults += engine_reasons("rollout.engine", experiment.rollout.engine, experiment.model.path)
     episode = experiment.rollout.episode
     if episode is not None and (reason := fault(episode, is_async=True)):
         faults.append(f"rollout.episode={episode}: {reason}")

@@ -25,6 +25,7 @@ from launch.overview import (
     count,
     learner_rate,
     learner_waits,
+    many,
     mean_of,
     seconds_left,
     server_rate,
@@ -320,7 +321,7 @@ def _evaluation_left(history: History) -> str:
     """How much of an evaluation is to come; nothing where none is under way."""
     buffer = (history.since_opened(history.buffer[-1:]) or [{}])[-1]
     left = int(buffer.get("eval_left") or 0)
-    return f"{left} prompt{'s' * (left > 1)} left" if left else ""
+    return f"{many(left, 'prompt')} left" if left else ""
 
 
 def _rates(servers: float | None, learner: float | None, wasted: float | None) -> Text:

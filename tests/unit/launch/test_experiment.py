@@ -153,6 +153,22 @@ def test_offline_prediction_refuses_pipeline_stages_too(config_file, monkeypatch
         prediction.read(config_file, overrides, None)
     monkeypatch.setattr("rollout.config.has_gpu", lambda: True)
     assert prediction.read(config_file, overrides, None).rollout.engine.pipeline_parallel == 2
+    with pytest.raises(ValueError, match=r"rollout.engine.tensor_parallel=5: cannot share the 2 attention"):
+        prediction.read(config_file, ["rollout.engine.tensor_parallel=5"], None)
+
+
+@pytest.mark.parametrize(
+    ("key", "service"), [("rollout.engine", "rollout"), ("rollout.rewards.x.engine", "scorer")]
+)
+def test_ranks_of_an_engine_must_be_able_to_share_the_models_heads(config_file, reward_folder, key, service):
+    overrides = [f"rollout.rewards.x.model={reward_folder}", f"{key}.tensor_parallel=3"]
+    with pytest.raises(ConfigError) as error:
+        read(config_file, overrides)
+    (line,) = str(error.value).splitlines()
+    assert line.startswith(f"override {key}.tensor_parallel=3: cannot share the 2 attention heads and 1 key-")
+    assert line.endswith("; use one of 1, 2")
+    read(config_file, [*overrides, f"{key}.tensor_parallel=2"])
+    read(config_file, overrides, {"rollout", "scorer", "buffer", "learner"} - {service})
 
 
 def test_all_mistakes_are_told_at_once(config_file):

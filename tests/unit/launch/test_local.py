@@ -374,6 +374,13 @@ def test_a_file_in_the_place_of_the_run_folder_is_told(start, config_file):
         start(FINISHES)
 
 
+def test_a_run_folder_of_a_name_too_long_is_named(start, config_file, tmp_path):
+    settings = yaml.safe_load(config_file.read_text()) | {"run_dir": str(tmp_path / ("x" * 300))}
+    config_file.write_text(yaml.safe_dump(settings))
+    with pytest.raises(local.RunError, match=r"^run_dir=.*x: cannot be written: File name too long$"):
+        start(FINISHES)
+
+
 def test_a_run_folder_that_cannot_be_written_is_named(start, config_file, tmp_path):
     (tmp_path / "file").write_text("")
     settings = yaml.safe_load(config_file.read_text()) | {"run_dir": str(tmp_path / "file" / "run")}

@@ -249,6 +249,7 @@ class StorePool:
         (3, {"policy": "fifo"}),
         (1, {"policy": "freshest"}),
         (1, {"policy": "uniform"}),
+        (1, {"policy": "priority"}),
         (1, {"policy": "fifo", "max_uses": 2}),
     ],
 )
