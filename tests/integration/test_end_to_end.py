@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -62,13 +63,17 @@ def test_a_run_whose_learner_is_killed_resumes_and_learns(experiment: Path):
     for pid in ranks:
         os.kill(pid, signal.SIGKILL)
     assert first.wait(120) != 0
-    assert "learner" in (experiment / "output.txt").read_text()
+    told = (experiment / "output.txt").read_text()
+    assert re.search(r"^learner .*; whole log: ", told, re.M), told[-2000:]
+    assert "  learner │ " in told, "with the last lines of its log"
     second = start(experiment)
     assert second.wait(300) == 0, (experiment / "output.txt").read_text()[-3000:]
     made = rows(experiment)
     assert [row["step"] for row in made] == list(range(1, STEPS + 1)), "every step once, in order"
     assert max(row["staleness/max"] for row in made) <= 2
-    assert all(abs((row["rho/mean"] or 1) - 1) < 0.2 for row in made)
+    rhos = [row["rho/mean"] for row in made if row["gradient_fraction"]]
+    assert len(rhos) > STEPS // 2
+    assert all(abs(rho - 1) < 0.2 for rho in rhos)
     rewards = [row["reward/mean"] for row in made]
     assert sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 0.15, rewards
     assert (experiment / "run/model/model.safetensors").exists()
