@@ -67,6 +67,8 @@ class Control:
         self._outbox: SimpleQueue[tuple[bytes, Message]] = SimpleQueue()
         self._wake_lock = threading.Lock()
         self._closing = threading.Event()
+        self._fault: Exception | None = None
+        """What ended its thread before its time."""
         self.changed = threading.Condition()
         self.members = Membership()
         self.tally = Tally()
@@ -133,12 +135,23 @@ class Control:
 
         Raises:
             TransferFailed: `close` was called: no answer can come any more.
+            RuntimeError: As `check`.
         """
+        self.check()
         with self.changed:
             found = self.changed.wait_for(lambda: self._closing.is_set() or done(), timeout_s)
+            self.check()
             if found and self._closing.is_set():
                 raise TransferFailed("the publisher was closed")
             return found
+
+    def check(self) -> None:
+        """
+        Raises:
+            RuntimeError: Its thread came to an end by a fault: nobody is heard any more.
+        """
+        if self._fault is not None:
+            raise RuntimeError(f"the control channel of sync has stopped: {self._fault}") from self._fault
 
     def notify(self) -> None:
         with self.changed:
@@ -156,15 +169,20 @@ class Control:
         poller.register(self._gate, zmq.POLLIN)
         interval_s = self._timeout_s / BEATS_PER_TIMEOUT
         next_beat = time.monotonic()
-        while not self._closing.is_set():
-            poller.poll(int(1000 * max(0.0, next_beat - time.monotonic())) + 1)
-            self._admit_all()
-            self._receive_all()
+        try:
+            while not self._closing.is_set():
+                poller.poll(int(1000 * max(0.0, next_beat - time.monotonic())) + 1)
+                self._admit_all()
+                self._receive_all()
+                self._send_all()
+                if time.monotonic() >= next_beat:
+                    self._beat()
+                    next_beat = time.monotonic() + interval_s
             self._send_all()
-            if time.monotonic() >= next_beat:
-                self._beat()
-                next_beat = time.monotonic() + interval_s
-        self._send_all()
+        except Exception as error:  # noqa: BLE001 - whoever waits here, or would publish, raises it
+            self._fault = error
+            self._closing.set()
+            self.notify()
         with self._wake_lock:
             self._wake_in.close()
         self._context.destroy(linger=500)

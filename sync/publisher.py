@@ -108,7 +108,12 @@ class Publisher:
             return self._control.tally.sums()
 
     def wants_publish(self) -> bool:
-        """Whether a member neither holds the newest version given to `publish` nor is just getting it."""
+        """Whether a member neither holds the newest version given to `publish` nor is just getting it.
+
+        Raises:
+            RuntimeError: The control channel came to an end by a fault.
+        """
+        self._control.check()
         with self._control.changed:
             if self._version is None:
                 return bool(self._members.all())

@@ -35,3 +35,17 @@ def test_its_thread_may_end_before_close_has_told_it_to():
     control.start()
     control.close()
     control.send([Member(b"m", "server-0", 1, time.monotonic())], Beat())
+
+
+def test_a_fault_of_its_thread_is_told_to_whoever_waits_and_whoever_would_publish(monkeypatch):
+    """Rather than training on with nobody to hear of it."""
+    control = Control("tcp://127.0.0.1:*", "run", 0.5)
+    monkeypatch.setattr(control, "_beat", lambda: 1 // 0)
+    began = time.monotonic()
+    control.start()
+    with pytest.raises(RuntimeError, match=r"control channel of sync has stopped: .*division"):
+        control.wait(lambda: False, 60)
+    assert time.monotonic() - began < 10
+    with pytest.raises(RuntimeError, match="has stopped"):
+        control.check()
+    control.close()
