@@ -3,7 +3,8 @@
 import random
 from typing import Any, Literal
 
-NUM_HELD_OUT = 16
+NUM_HELD_OUT = 8
+"""Sums, each in both orders: 4 + 3 tells what 3 + 4 is."""
 
 EQUATION = "{a} + {b} = {sum}"
 PHRASINGS = ("{sum}", "The answer is {sum}.", EQUATION)
@@ -12,12 +13,14 @@ PHRASINGS = ("{sum}", "The answer is {sum}.", EQUATION)
 
 def train(seed: int = 1) -> list[dict[str, Any]]:
     """65 of the 81 ordered pairs of digits 1 to 9, as rows with `prompt`, `answer` and `metadata`."""
-    return [_row(a, b) for a, b in _shuffled_pairs(seed)[NUM_HELD_OUT:]]
+    apart = _held_out(seed)
+    return [_row(a, b) for a, b in _shuffled_pairs(seed) if {a, b} not in apart]
 
 
 def heldout(seed: int = 1) -> list[dict[str, Any]]:
-    """The other 16 pairs: no row of `train` with the same seed asks any of them."""
-    return [_row(a, b) for a, b in _shuffled_pairs(seed)[:NUM_HELD_OUT]]
+    """The other 16 pairs: no row of `train` with the same seed asks any of them, in either order."""
+    apart = _held_out(seed)
+    return [_row(a, b) for a, b in _shuffled_pairs(seed) if {a, b} in apart]
 
 
 def answered(part: Literal["train", "heldout"] = "train", seed: int = 1) -> list[dict[str, Any]]:
@@ -72,6 +75,11 @@ def _shuffled_pairs(seed: int) -> list[tuple[int, int]]:
     pairs = [(a, b) for a in range(1, 10) for b in range(1, 10)]
     random.Random(seed).shuffle(pairs)
     return pairs
+
+
+def _held_out(seed: int) -> list[set[int]]:
+    sums = [{a, b} for a, b in _shuffled_pairs(seed) if a < b]
+    return sums[:NUM_HELD_OUT]
 
 
 PARTS = {"train": train, "heldout": heldout}

@@ -9,6 +9,7 @@ def pairs(rows):
 def test_train_and_heldout_share_no_pair_and_cover_all():
     train, heldout = pairs(addition.train(3)), pairs(addition.heldout(3))
     assert not train & heldout
+    assert not train & {(b, a) for a, b in heldout}, "the other order tells the sum"
     assert train | heldout == {(a, b) for a in range(1, 10) for b in range(1, 10)}
     assert len(addition.train(3)) == 65
     assert len(addition.heldout(3)) == 16
