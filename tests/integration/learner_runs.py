@@ -134,6 +134,7 @@ def assert_same(got: Run, expected: Run, rel: float) -> None:
     for one, two in zip(got.rows, expected.rows, strict=True):
         for key in COMPARED:
             assert one[key] == pytest.approx(two[key], rel=rel, abs=rel / 10), (one["step"], key)
+    assert set(got.weights) == set(expected.weights)
     for name, tensor in expected.weights.items():
         assert torch.allclose(got.weights[name], tensor, rtol=rel, atol=rel), name
 

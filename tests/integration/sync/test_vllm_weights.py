@@ -211,8 +211,8 @@ CASES = [
 ]  # fmt: skip
 
 
-# To vLLM a Mistral, and a Llama 3, is loaded as a Llama is, and a Qwen3 but for its MLP as one with experts.
-ALIKE = ("mistral", "llama-3", "qwen3")
+# To vLLM a Mistral, and a Llama 3, is loaded as a Llama is, and an output layer of its own as a Qwen3's.
+ALIKE = ("mistral", "llama-3")
 SHORT = [pytest.param(c, marks=pytest.mark.long) if c[0] in ALIKE else c for c in CASES]
 every_case = pytest.mark.parametrize("rig", SHORT, indirect=True, ids=lambda case: "-".join(map(str, case)))
 first_case = pytest.mark.parametrize("rig", CASES[:1], indirect=True, ids=["first"])
