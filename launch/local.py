@@ -14,6 +14,7 @@ from rich.console import Console
 from buffer.errors import FolderInUse
 from buffer.experiment import Experiment
 from buffer.run_lock import RunLock
+from buffer.whole_file import write_whole
 from launch import resuming
 from launch.experiment import WholeExperiment, addresses, apart, differences, dump, resolved, reward_models
 from launch.history import History
@@ -237,10 +238,8 @@ def write_config(e: Experiment, console: Console) -> Path:
         if changes:
             told = f"changed since the last start: {', '.join(changes)}"
             console.print(told, highlight=False, markup=False, soft_wrap=True)
-    partial = path.with_suffix(".partial")
     with writing(path.parent):
-        partial.write_text(dump(e))
-        partial.rename(path)
+        write_whole(path, dump(e))
     return path
 
 
@@ -252,7 +251,7 @@ def keep_config(e: WholeExperiment) -> None:
         return
     with writing(path.parent):
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(dump(e))
+        write_whole(path, dump(e))
 
 
 def deadlines(services: Sequence[Service]) -> dict[str, float]:

@@ -3,17 +3,20 @@
 import json
 from pathlib import Path
 
+from buffer.whole_file import write_whole
 from learner.config import LearnerExperiment
 from learner.resuming import newest
 
 FINISHED = "finished.json"
 """In the run's folder: the last step, and whether its model was evaluated."""
+EVALUATIONS = "eval.jsonl"
+"""In the same folder, by the buffer: for each version its completions, and then a line of its score."""
 
 
 def write(experiment: LearnerExperiment, step: int) -> None:
     """The buffer said that the run is over."""
     told = {"step": step, "evaluated": experiment.eval is not None}
-    (Path(experiment.run_dir) / FINISHED).write_text(json.dumps(told))
+    write_whole(Path(experiment.run_dir) / FINISHED, json.dumps(told))
 
 
 def finished_step(experiment: LearnerExperiment) -> int:
@@ -25,8 +28,20 @@ def finished_step(experiment: LearnerExperiment) -> int:
         told = json.loads((run_dir / FINISHED).read_text())
         step, evaluated = told["step"], told["evaluated"]
     except (OSError, ValueError, RecursionError, TypeError, KeyError):
-        return 0
+        # Killed while the last version was evaluated: the buffer, which has ended since, wrote of it.
+        step = last_evaluated(run_dir)
+        evaluated = bool(step)
     saved = path is not None and path.name == f"step-{step:06d}"
     exported = not checkpoint.export or (run_dir / "model" / "config.json").exists()
     scored = experiment.eval is None or evaluated is True
     return step if saved and exported and scored and step >= experiment.learner.steps else 0
+
+
+def last_evaluated(run_dir: Path) -> int:
+    """The version of the run's last evaluation, if that was made; 0 if it was not."""
+    try:
+        *_, line = (run_dir / EVALUATIONS).read_text().splitlines()
+        told = json.loads(line)
+        return int(told["version"]) if told["final"] else 0
+    except (OSError, ValueError, RecursionError, TypeError, KeyError):
+        return 0

@@ -12,6 +12,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from learner.checkpoint_files import sync
 from sync.expected import INDEX as INDEX
 from sync.expected import weight_map
 from sync.manifest import TensorSpec
@@ -169,6 +170,7 @@ def _whole(target: Path) -> Iterator[Path]:
     try:
         partial.mkdir(parents=True)
         yield partial
+        sync(partial)  # its name tells that it is whole, also after the power was gone
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise

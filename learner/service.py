@@ -20,6 +20,7 @@ from buffer.experiment import DataConfig
 from buffer.keys import client_keys, server_keys
 from buffer.run_lock import RunLock
 from buffer.stream import open_stream
+from buffer.whole_file import write_whole
 from learner import collectives, convert, ending, families, parallel
 from learner.alone import sleep_through
 from learner.apart.client import ApartClient
@@ -149,7 +150,7 @@ def _tell_finished(experiment: LearnerExperiment) -> bool:
 def _tell_data_end(run_dir: Path, flow: Flow) -> None:
     """For whoever expects `learner.steps` of them."""
     if parallel.rank() == 0:
-        (run_dir / DATA_END).write_text(json.dumps({"step": flow.version}))
+        write_whole(run_dir / DATA_END, json.dumps({"step": flow.version}))
         logger.info("the data ended after %d of %d steps", flow.version, flow.steps)
 
 

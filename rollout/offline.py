@@ -2,7 +2,6 @@
 evaluate` run."""
 
 import json
-import os
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -15,6 +14,7 @@ from buffer.pass_rate import part_means, rates
 from buffer.prompts import PromptRows, fingerprint
 from buffer.rendering import Renderer
 from buffer.stream import check, open_sources
+from buffer.whole_file import write_whole
 from rollout.config import ModelReward, PredictionExperiment
 from rollout.groups import SamplingPlan, evaluation_plan
 from rollout.prediction import Line, Output, Predictor, Row, predict
@@ -76,9 +76,7 @@ def evaluate(
     path = folder / "samples.jsonl"
     uvloop.run(_predict(experiment, rows, plan, path, told, scored=True))
     results = {"model": experiment.model.path, **results_of(path)}
-    partial = folder / "results.json.partial"
-    partial.write_text(json.dumps(results, indent=2) + "\n")
-    os.replace(partial, folder / "results.json")
+    write_whole(folder / "results.json", json.dumps(results, indent=2) + "\n")
     return results
 
 

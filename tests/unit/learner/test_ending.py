@@ -44,6 +44,23 @@ def test_a_run_is_finished_once_the_buffer_said_so(experiment, over):
     assert ending.finished_step(experiment()) == 0
 
 
+def test_a_learner_killed_during_the_last_evaluation_finds_that_it_was_made(experiment, over):
+    """Buffer and servers end after it, and whoever waits for them waits for ever."""
+    (over / ending.FINISHED).unlink()
+    scores = over / ending.EVALUATIONS
+    scores.write_text('{"kind": "score", "version": 2, "final": false}\n')
+    assert ending.finished_step(experiment(**EVALUATED)) == 0
+    with scores.open("a") as file:
+        file.write('{"kind": "completion", "version": 4}\n')
+    assert ending.finished_step(experiment(**EVALUATED)) == 0
+    with scores.open("a") as file:
+        file.write('{"kind": "score", "version": 4, "final": true}\n')
+    assert ending.finished_step(experiment(**EVALUATED)) == 4
+    assert ending.finished_step(experiment(steps=5, **EVALUATED)) == 0
+    scores.write_text("")
+    assert ending.finished_step(experiment(**EVALUATED)) == 0
+
+
 def test_there_is_more_to_do_for_more_steps_and_where_anything_is_missing(experiment, over):
     assert ending.finished_step(experiment(steps=5)) == 0
     shutil.rmtree(over / "model")
