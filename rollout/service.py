@@ -25,6 +25,7 @@ from rollout.engine_log import spared_terminal
 from rollout.groups import GroupRunner, SamplingPlan, evaluation_plan
 from rollout.loop import RolloutLoop, Runner
 from rollout.metrics import MeteredSink, Meters
+from rollout.orphans import start_guard
 from rollout.recorded import ReceivingSink, RecordedGroups
 from rollout.tokenizers import load_tokenizer
 from rollout.total_reward import TotalReward, open_rewards
@@ -84,6 +85,8 @@ async def _serve(experiment: RolloutExperiment, name: str) -> None:
     if experiment.rollout.episode:
         resolve(experiment.rollout.episode)
     async with AsyncExitStack() as stack:
+        guard = start_guard()  # over the rewards' processes too, and what they start
+        stack.push_async_callback(asyncio.to_thread, guard.communicate)
         # Rewards first: a function that cannot be imported is told at once, not half a minute later.
         configured, logs = experiment.rollout.rewards, Path(experiment.run_dir) / "logs"
         keys = client_keys(experiment.security.keys, "rollout", "scorer")

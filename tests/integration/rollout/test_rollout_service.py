@@ -187,9 +187,18 @@ def test_a_server_joins_serves_and_hands_its_leases_back_at_ctrl_c(experiment, t
     assert 0 < counted["waiting_s/weights"] <= last["waiting_s/weights"]
 
 
-def test_a_server_killed_with_9_leaves_no_process(experiment, tmp_path):
+def test_a_server_killed_with_9_leaves_no_process(experiment, tmp_path, monkeypatch):
+    """Nor one that a reward has started, such as an answer that is being run."""
+    path, settings = experiment
+    (tmp_path / "runs_answers.py").write_text(
+        "import subprocess\nsubprocess.Popen(['sleep', '271'])\ndef reward(text, row): return 0.0\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), str(Path.cwd())]))
+    settings["rollout"]["rewards"] = {"runs": {"function": "runs_answers:reward"}}
+    path.write_text(yaml.safe_dump(settings))
     with serving(experiment, tmp_path) as (server, *_):
         children = family(server.pid)[1:]
+        assert named(children, "sleep")
         assert named(children, "VLLM::EngineCore")
         assert named(children, "VLLM::Worker")
         os.kill(server.pid, signal.SIGKILL)
