@@ -239,13 +239,13 @@ def draw_time(axes: Axes, history: History) -> bool:
         text = f"servers waited for leases {sum(shares) / len(shares):.0%} of the time"
         axes.set_title(text, loc="right", fontsize=10, fontweight="normal", color=GREY)
     highest = max(bottom[1:] or bottom)
-    if bottom[0] > CUT * highest:  # the first step waits for the engines to start
-        text = f" ↑ step {steps[0]}: {bottom[0]:.0f} s"
-        axes.annotate(text, (steps[0] - 0.4, highest), color=GREY, fontsize=9.5, va="bottom")
-    else:
-        highest = max(bottom)
-    axes.set_ylim(top=highest * 1.4)
-    axes.legend(loc="upper left", ncols=3, fontsize=9.5, columnspacing=1.4, handlelength=1.2)
+    is_cut = bottom[0] > CUT * highest  # the first step waits for the engines to start
+    if is_cut:
+        text = f"↑ step {steps[0]}: {bottom[0]:.0f} s"
+        axes.annotate(text, (steps[0] + 0.6, highest * 1.03), color=GREY, fontsize=9.5, va="bottom")
+    axes.set_ylim(top=(highest if is_cut else max(bottom)) * 1.4)
+    place = "upper right" if is_cut else "upper left"
+    axes.legend(loc=place, ncols=3, fontsize=9.5, columnspacing=1.2, handlelength=1.2)
     return True
 
 
