@@ -227,19 +227,17 @@ def custom(path: str) -> Adapter:
     def read(row: Row) -> Example:
         try:
             made = function(row)
-        except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+        except Exception as error:  # a user's function may raise anything; it costs this row
             raise BadRow(f"{path} raised {type(error).__name__}: {error}") from error
         if isinstance(made, Mapping):
             fields = {"responses": (), "scores": (), "row": row, "given": None, **made}
             if set(fields) != {"prompt", "responses", "scores", "row", "given"}:
                 raise BadRow(f"{path} returned {_listed(sorted(made))}; expected the fields of an Example")
-            made = Example(
-                _prompt(fields["prompt"]),
-                tuple(fields["responses"]),
-                tuple(fields["scores"]),
-                fields["row"],
-                fields["given"],
-            )
+            try:
+                responses, scores = tuple(fields["responses"]), tuple(fields["scores"])
+            except TypeError as error:
+                raise BadRow(f"{path} returned responses or scores that are no list: {error}") from None
+            made = Example(_prompt(fields["prompt"]), responses, scores, fields["row"], fields["given"])
         if not isinstance(made, Example):
             raise BadRow(f"{path} returned {type(made).__name__}; expected an Example or its fields")
         return made

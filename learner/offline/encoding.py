@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from buffer.examples import Example
 from buffer.rendering import PromptRefused, Renderer
+from buffer.transcripts import opens
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +88,11 @@ class Encoder:
             return self._conversation(example)
         prompt = example.prompt if isinstance(example.prompt, str) else list(example.prompt)
         ids = np.array(self._renderer.encode(prompt), np.int32)
-        responses = [self._response(text) for text in example.responses]
+        said = example.responses
+        if isinstance(prompt, str) and self._tokenizer.chat_template is not None and opens(prompt):
+            # The template takes the turns before it without the space behind their marks.
+            said = tuple(text.strip() for text in said)
+        responses = [self._response(text) for text in said]
         if self._cuts:
             return self._cut(ids, responses, example.scores)
         fits = [len(ids) + len(r) <= self._max_length for r in responses]

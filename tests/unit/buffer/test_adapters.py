@@ -25,6 +25,7 @@ SHAPES = [
     ),
     ("query", {"query": "a"}, "\n\nHuman: a\n\nAssistant: ", (), ()),
     ("query", {"query": "\n\nHuman: a\n\nAssistant:"}, "\n\nHuman: a\n\nAssistant:", (), ()),
+    ("query", {"query": "Human: a Assistant:"}, "Human: a Assistant:", (), ()),
     ("query", {"query": [USER]}, (USER,), (), ()),
     ("query-response", {"query": "q", "response": "r"}, "\n\nHuman: q\n\nAssistant: ", ("r",), ()),
     ("prompt-response", {"prompt": "q", "response": "r"}, "q", ("r",), ()),
@@ -196,7 +197,7 @@ def test_a_bad_row_says_which_field_is_wrong(row, reason):
 
 
 def as_fields(row):
-    return {"prompt": row["a"], "responses": [row["b"]]}
+    return {"prompt": row["a"], "responses": [row["b"]], "scores": row.get("scores", ())}
 
 
 def as_conversation(row):
@@ -244,6 +245,8 @@ def test_a_function_of_ones_own_is_an_adapter():
     assert find(f"{__name__}:as_conversation", [row], "data")(row).learned == (1,)
     with pytest.raises(BadRow, match="as_fields raised KeyError: 'b'"):
         find(f"{__name__}:as_fields", [row], "data")({"a": "p"})
+    with pytest.raises(BadRow, match="as_fields returned responses or scores that are no list"):
+        find(f"{__name__}:as_fields", [row], "data")({"a": "p", "b": "r", "scores": 1.0})
     with pytest.raises(BadRow, match="returned int"):
         find("builtins:len", [row], "data")(row)
     with pytest.raises(ValueError, match="cannot be imported"):

@@ -36,6 +36,17 @@ def test_a_text_is_one_user_message(tokenizer):
             "\n\nHuman: hello\n\nAssistant: be kind\n\nHuman: world\n\nAssistant:",
             [("user", "hello"), ("assistant", "be kind"), ("user", "world")],
         ),
+        ("Human: hello Assistant:", [("user", "hello")]),
+        (" Human: hello\nAssistant: ", [("user", "hello")]),
+        ("\n\nHuman: hello Assistant:", [("user", "hello")]),
+        (
+            "Human: hello\n\nAssistant: be kind\n\nHuman: world Assistant:",
+            [("user", "hello"), ("assistant", "be kind"), ("user", "world")],
+        ),
+        (
+            "Human: be kind to the Human: and to Assistant: world Assistant:",
+            [("user", "be kind to the Human: and to Assistant: world")],
+        ),
     ],
 )
 def test_a_conversation_that_is_written_as_one_text_is_its_turns(tokenizer, text, turns):
@@ -53,6 +64,10 @@ def test_a_conversation_that_is_written_as_one_text_is_its_turns(tokenizer, text
         "\n\nHuman: hello\n\nHuman: world\n\nAssistant:",
         "\n\nHuman: hello\n\nAssistant: world",
         "\n\nHuman: \n\nAssistant:",
+        "be kind Human: hello Assistant:",
+        "Human: hello Assistant: world",
+        "Human: helloAssistant:",
+        "Human: Assistant:",
     ],
 )
 def test_any_other_text_stays_one_user_message(tokenizer, text):

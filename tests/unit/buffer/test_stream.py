@@ -45,6 +45,30 @@ def test_bad_rows_are_told_or_counted(tmp_path):
         open_stream(config(path), 1, "rl")
 
 
+class OwnError(Exception):
+    pass
+
+
+def refuses_b(row):
+    if row["prompt"] == "b":
+        raise {"assert": AssertionError, "divide": ZeroDivisionError, "own": OwnError}[row["how"]]("no b")
+    return {"prompt": row["prompt"]}
+
+
+@pytest.mark.parametrize("how", ["assert", "divide", "own"])
+def test_whatever_an_adapter_of_ones_own_raises_costs_its_row_alone(how, tmp_path):
+    path = written(tmp_path / "a.jsonl", [{"prompt": p, "how": how} for p in "abc"])
+    data = {
+        "train": {"kind": "files", "path": str(path), "adapter": f"{__name__}:refuses_b"},
+        "shuffle": False,
+    }
+    stream = open_stream(DataConfig.model_validate({**data, "on_bad_row": "skip", "epochs": 1}), 1, "rl")
+    assert [e.prompt for e in stream.take(9)] == ["a", "c"]
+    assert stream.counts == {"bad_row": 1}
+    with pytest.raises(BadRow, match=r"a\.jsonl:2: .*:refuses_b raised \w*Error: no b"):
+        open_stream(DataConfig.model_validate(data), 1, "rl")
+
+
 @pytest.mark.parametrize(
     ("odd", "told"),
     [

@@ -6,6 +6,7 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from buffer.adapters import find
 from buffer.examples import Example
 from buffer.experiment import DataConfig
 from buffer.prompts import open_prompts
@@ -86,6 +87,30 @@ def test_every_stage_makes_the_same_prompt_of_a_row(tokenizer, tmp_path, row, te
     assert offline("reward", **answered) == offline("dpo", **answered) == expected
     for more in ({}, {"response": "b"}, answered):
         assert Renderer(tokenizer, 64).render(open_prompts(data(**more), 1).rows[0], 8) == expected
+
+
+HH = {"chosen": f"{TRANSCRIPT}b ", "rejected": f"{TRANSCRIPT}c"}
+DEEPSPEED = {"prompt": "Human: ab c Assistant:", "chosen": " b ", "rejected": " c"}
+
+
+@pytest.mark.parametrize("row", [HH, DEEPSPEED], ids=["transcripts", "deepspeed"])
+def test_a_written_answer_is_stripped_behind_a_template_alone(tokenizer, row):
+    found = find("auto", [row], "data")(row)
+    space = VOCABULARY[" "]
+    raw = [[space, B, space, END], [space, C, END]]
+    assert ids(encoder(tokenizer, 64).encode(found)) == (tokenizer.encode(found.prompt), raw)
+    tokenizer.chat_template = TEMPLATE
+    prompt = tokenizer.encode("<turn>ab c<turn>")
+    assert ids(encoder(tokenizer, 64).encode(found)) == (prompt, [[B, END], [C, END]])
+
+
+@pytest.mark.parametrize("prompt", ["a", ({"role": "user", "content": "a"},)], ids=["text", "messages"])
+def test_any_other_answer_stays_as_it_is(tokenizer, prompt):
+    tokenizer.chat_template = TEMPLATE
+    assert ids(encoder(tokenizer).encode(example(prompt, " b"))) == (
+        [TURN, A, TURN],
+        [[VOCABULARY[" "], B, END]],
+    )
 
 
 def test_a_response_that_does_not_fit_is_left_out_and_an_example_without_enough_refused(tokenizer):
