@@ -2,6 +2,7 @@
 
 import json
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -23,6 +24,10 @@ from learner.layout import Row, lay_out
 from learner.lora import PEFT, Initial, trained_slots
 from learner.megatron_folder import StoredTensors
 from learner.model import build_model
+from learner.offline.config import OfflineLearnerConfig, RewardConfig, SftConfig
+from learner.offline.encoding import Encoded
+from learner.offline.stages import make_stage
+from learner.offline.trainer import Trainer
 from learner.optimizer import Trainable, make_trainable, set_rates
 from learner.reference.local import Reference
 
@@ -344,6 +349,24 @@ def test_a_reward_models_row_is_trained_whole(one_process, folders, tmp_path):
     assert (told["task_type"], told["modules_to_save"]) == ("SEQ_CLS", ["score"])
     stored = load_file(tmp_path / "adapter/adapter_model.safetensors")
     assert torch.equal(stored["base_model.model.score.weight"], model.score.weight)
+
+
+@pytest.mark.parametrize("config", [SftConfig(kind="sft"), RewardConfig(kind="reward")])
+def test_an_offline_stage_lowers_its_loss_with_adapters_alone(one_process, folders, config):
+    learner = OfflineLearnerConfig(optimizer=OptimizerConfig(lr=0.02))
+    stage = make_stage(config)
+    model = build_model(folders / "llama", LAYOUT, torch.float32, head=stage.head, adapters=ALL)
+    trainable = make_trainable(model, learner.optimizer, LAYOUT)
+    trainer = Trainer(learner, stage, trainable, None, steps=8)
+    before = weights(trainable)
+    prompt, *responses = (np.array(ids, np.int32) for ids in (rows()[0][0], *(r for _, r in rows())))
+    scores = (1.0, 0.5, 0.0) if stage.head == "score" else ()
+    examples = [Encoded(prompt, tuple(responses), scores)]
+    losses = [trainer.update(step, trainer.prepare(examples))["loss"] for step in range(8)]
+    assert losses[-1] < 0.9 * losses[0]
+    after = weights(trainable)
+    trained = {name for name in before if ".adapter." in name or name == "score.weight"}
+    assert {name for name in before if not torch.equal(before[name], after[name])} == trained
 
 
 def test_the_reference_is_the_policy_without_them(make, folders):
