@@ -179,7 +179,7 @@ class TrainingConfig(Section):
     ema: EmaConfig | None = None
     """null keeps no average."""
     lora: LoraConfig | None = None
-    """null trains every weight. A value model's are all trained either way."""
+    """null trains every weight. A value model's adapters are `learner.value.lora`."""
     init_from: str | None = None
     """A Megatron checkpoint whose weights the model and its reference start from, of `slipstream convert
     hf-to-megatron` or of another run, under whatever layout; model.path still gives config and tokenizer."""
