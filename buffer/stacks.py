@@ -32,7 +32,7 @@ class Stillness:
             faulthandler.dump_traceback_later(self._within_s, repeat=True)
 
     def end(self) -> None:
-        """Nothing more is to be achieved."""
+        """Nothing is to be achieved, until `see` is told of something new."""
         faulthandler.cancel_dump_traceback_later()
 
 

@@ -71,6 +71,7 @@ class Flow:
     def open(self) -> None:
         """Bring the policy to the servers, unless they hold a later one: of the batches that the buffer
         assembled before a restart, this trains again what its checkpoint lacks."""
+        self._stillness.see("opening")
         frontier = self._feed.frontier(self.experiment.buffer.max_staleness)
         if frontier is None:
             self.interrupted = True
@@ -179,9 +180,10 @@ class Flow:
 
     def close(self) -> None:
         """See to it that a checkpoint holds the last version, unless the weights are another already."""
-        self._stillness.end()
+        self._stillness.see("closing")
         if self._saved != self.version and not self._unpublished:
             self.save()
+        self._stillness.end()
 
     def finish(self) -> bool:
         """Tell the buffer that the last version is out, and stay for servers that join during its evaluation.

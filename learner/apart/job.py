@@ -12,6 +12,7 @@ from torch import Tensor
 
 from buffer.errors import Refusal
 from buffer.keys import server_keys
+from buffer.stacks import Stillness
 from learner import collectives, parallel
 from learner.apart import wire
 from learner.apart.desk import Desk
@@ -81,10 +82,12 @@ def serve(
         desk = stack.enter_context(Desk(experiment, role, listen)) if parallel.rank() == 0 else None
         if desk is not None:
             logger.info("the %s is up at %s, weights %s", served.kind.name, of.address, served.weights)
-        answer(served, compute, desk, stop)
+        stillness = Stillness(experiment.logging.stalled_s)
+        stack.callback(stillness.end)
+        answer(served, compute, desk, stop, stillness)
 
 
-def answer(served: Served, compute: Compute, desk: Desk | None, stop: StopFlag) -> None:
+def answer(served: Served, compute: Compute, desk: Desk | None, stop: StopFlag, stillness: Stillness) -> None:
     """Do what is asked, on every rank.
 
     Consumes: what the learner's ranks ask for, in the order in which it came.
@@ -93,9 +96,13 @@ def answer(served: Served, compute: Compute, desk: Desk | None, stop: StopFlag) 
     """
     stages = parallel.pp_size()
     most = parallel.dp_size() * (1 if stages == 1 else DEPTH * stages)
+    asked = 0
     while (tasks := _next(served, desk, most, stop)) is not None:
         if not tasks:
+            stillness.end()  # it is no fault of its ranks that nobody asks
             continue
+        asked += len(tasks)
+        stillness.see(asked)
         try:
             found = compute(tasks)
         except (ValueError, OSError) as error:

@@ -18,6 +18,7 @@ from scripted_learner import group
 
 from buffer import requester
 from buffer.records import Batch
+from buffer.stacks import Stillness
 from launch.placement import free_port
 from learner import checkpoint as checkpoint_module
 from learner import checkpoint_parts, parallel
@@ -144,7 +145,7 @@ def value_job(experiment):
 
     def work():
         try:
-            answer(served, apart.compute, desk, stop)
+            answer(served, apart.compute, desk, stop, Stillness(600))
             ends.set_result(None)
         except ValueError as error:
             ends.set_result(error)
@@ -355,3 +356,25 @@ def test_a_save_is_answered_once_the_files_of_every_rank_are_on_disk(world, expe
     monkeypatch.setattr(service_module.dist, "barrier", lambda *a: (order.append("met"), barrier(*a)))
     assert made.compute([Task("save", numbers={"number": 0, "step": 2})]) == [Answer()]
     assert order[order.index("synced") :] == ["synced", "met"]
+
+
+def test_ranks_are_watched_while_they_compute_and_not_while_nobody_asks(world):
+    events = []
+    answered = [Answer()]
+    turns = iter([[Task("save")], [], [], [Task("save")], []])
+    watch = SimpleNamespace(see=lambda asked: events.append(asked), end=lambda: events.append("idle"))
+
+    class Asked:
+        over = False
+
+        def take(self, most, wait_s):
+            tasks = next(turns, None)
+            self.over = tasks is None
+            return tasks or []
+
+        def answer(self, found):
+            events.append("answered")
+            assert found == answered
+
+    answer(None, lambda tasks: answered, Asked(), SimpleNamespace(is_set=False), watch)
+    assert events == [1, "answered", "idle", "idle", 2, "answered", "idle", "idle"]
