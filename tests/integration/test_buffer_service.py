@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 import re
+import resource
 import signal
 import socket
 import subprocess
@@ -98,6 +99,45 @@ def test_a_client_may_come_first_and_polls_wait_for_what_unblocks_them(service):
             assert time.monotonic() - began < 10.0, "woken by the delivery, not by the end of its 20 s"
 
     asyncio.run(asyncio.wait_for(run(), 60))
+
+
+def test_a_full_disk_ends_it_in_a_line_and_what_it_acknowledged_is_kept(service):
+    """Full for it alone, by a limit of the size of its files."""
+    address, start, run_dir = service
+    process = start()
+    acknowledged = []
+
+    async def fill():
+        rollout, learner = both(address)
+        async with rollout, learner:
+            await learner.published(0)
+            leases = await rollout.lease(6, 20.0)
+            room = 700_000 + max(file.stat().st_size for file in run_dir.glob("buffer.sqlite*"))
+            resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (room, room))
+            ended = asyncio.create_task(asyncio.to_thread(process.wait, 30))
+            for lease in leases:
+                delivering = asyncio.ensure_future(rollout.deliver(made_group(lease, tokens=20_000)))
+                await asyncio.wait((delivering, ended), return_when=asyncio.FIRST_COMPLETED)
+                if not delivering.done():
+                    delivering.cancel()
+                    return
+                acknowledged.append(lease.prompt.prompt_id)
+
+    asyncio.run(asyncio.wait_for(fill(), 60))
+    _, told = process.communicate(timeout=20)
+    assert process.returncode == 1
+    assert 0 < len(acknowledged) < 6
+    (line,) = (line for line in told.splitlines() if "what was acknowledged is kept" in line)
+    assert f"{run_dir}: disk I/O error" in line
+    assert "Traceback" not in told
+    start()
+
+    async def stored():
+        async with BufferClient(address, "observer", "run", "here") as observer:
+            return (await observer.status())["stored"]
+
+    # The one that was not acknowledged may have come to the disk all the same.
+    assert asyncio.run(asyncio.wait_for(stored(), 60)) - len(acknowledged) in (0, 1)
 
 
 def test_it_runs_on_uvloop(service):
