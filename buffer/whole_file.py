@@ -11,8 +11,12 @@ def write_whole(path: Path, text: str) -> None:
         OSError: It cannot be; what was there is untouched.
     """
     partial = path.with_name(f"{path.name}.partial")
-    with partial.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(partial, path)
+    try:
+        with partial.open("w") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+    except OSError:
+        partial.unlink(missing_ok=True)
+        raise

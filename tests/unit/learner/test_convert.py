@@ -153,3 +153,17 @@ def test_weights_that_do_not_fit_the_config_are_refused_by_name(one_process, mak
     (source / "model.safetensors").unlink()
     with pytest.raises(ValueError, match=r"has no model\.safetensors"):
         build_model(source, ParallelConfig(), torch.bfloat16)
+
+
+def test_weights_are_on_disk_before_the_folder_has_its_name(tmp_path, monkeypatch):
+    synced = []
+    target = tmp_path / "model"
+
+    def sync(folder):
+        synced.append((folder / "a").exists() and not target.exists())
+
+    monkeypatch.setattr(safetensors_folder, "sync", sync)
+    with safetensors_folder._whole(target) as partial:
+        (partial / "a").write_text("weights")
+    assert synced == [True]
+    assert target.exists()
