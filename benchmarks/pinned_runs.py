@@ -29,6 +29,8 @@ FOLDER = Path("runs/pinned")
 WARM_UP = 3
 """Steps left out of every rate."""
 LEARNER_CORE, ROLLOUT_CORE = 0, 1
+AHEAD = 12
+"""Words; a tenth of the answers have them by chance."""
 SPAWN = multiprocessing.get_context("spawn")
 
 
@@ -64,6 +66,12 @@ def share_of_even_words(text: str, row: dict[str, Any]) -> float:
     """The reward: about a half of a policy that knows nothing."""
     words = [w for w in text.split() if w.startswith("t")]
     return sum(int(w[1:]) % 2 == 0 for w in words) / max(len(words), 1)
+
+
+def has_many_more_even_words(text: str, row: dict[str, Any]) -> float:
+    """Right or wrong as a whole; an answer that ends early is wrong."""
+    even = [int(w[1:]) % 2 == 0 for w in text.split() if w.startswith("t")]
+    return float(2 * sum(even) - len(even) >= AHEAD)
 
 
 def experiment(name: str, steps: int, **changes: dict[str, Any]) -> WholeExperiment:
