@@ -65,9 +65,10 @@ def _discard(database: Database, state: str, below: int) -> list[str]:
         "RETURNING sequence, prompt_id, trained_tokens",
         *(state, below),
     ).fetchall()
-    for sequence, _, tokens in gone:
+    for sequence, _, _ in gone:
         database.run("DELETE FROM payloads WHERE sequence = ?", sequence)
-        database.count("wasted_tokens", tokens)
+    if gone:
+        database.count("wasted_tokens", sum(tokens for _, _, tokens in gone))
     return [prompt_id for _, prompt_id, _ in gone]
 
 

@@ -18,6 +18,8 @@ from buffer.pass_rate import rates
 from buffer.prompts import Row
 from buffer.records import Group, Trajectory
 
+EVALUATIONS = "eval.jsonl"
+"""In the run's folder: of each version its completions, and then a line of its score."""
 SCORES = 10
 """Of evaluations, in the buffer's status."""
 

@@ -19,7 +19,7 @@ from buffer.config import BufferConfig
 from buffer.database import Database, under
 from buffer.dotted import is_dotted, resolve
 from buffer.errors import BadMessage, DataExhausted, RunFinished
-from buffer.evaluations import Evaluations
+from buffer.evaluations import EVALUATIONS, Evaluations
 from buffer.groups import Delivery
 from buffer.ledger import Ledger
 from buffer.policies import ADVANTAGE, priority
@@ -70,7 +70,7 @@ class Store:
         with self.transaction():
             claim(self.database, run_id, sources.queue, sources.eval_rows)
         self.ledger = Ledger(self.database, sources.queue, sources.eval_rows, config.lease_timeout_s, clock)
-        path = run_dir / "eval.jsonl" if run_dir else None
+        path = run_dir / EVALUATIONS if run_dir else None
         self.evaluations = Evaluations(
             self.database, self.ledger, sources.eval_rows, sources.eval_every, path
         )

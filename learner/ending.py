@@ -3,14 +3,13 @@
 import json
 from pathlib import Path
 
+from buffer.evaluations import EVALUATIONS
 from buffer.whole_file import write_whole
 from learner.config import LearnerExperiment
 from learner.resuming import newest
 
 FINISHED = "finished.json"
 """In the run's folder: the last step, and whether its model was evaluated."""
-EVALUATIONS = "eval.jsonl"
-"""In the same folder, by the buffer: for each version its completions, and then a line of its score."""
 
 
 def write(experiment: LearnerExperiment, step: int) -> None:

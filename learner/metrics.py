@@ -5,7 +5,6 @@ has some of the completions that were trained.
 """
 
 import json
-import os
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -16,6 +15,7 @@ import numpy as np
 
 from buffer.fields import is_count
 from buffer.records import Batch, Group, Trajectory
+from buffer.whole_file import write_whole
 from learner.advantages import Moments
 from learner.collectives import max_over_data, names_over_data, sum_over_data
 from learner.ptx import TextReport
@@ -317,6 +317,4 @@ def _keep_until(path: Path, version: int) -> None:
             continue
         if isinstance(row, dict) and is_count(row.get("step", 0)) and row.get("step", 0) <= version:
             kept.append(line + "\n")
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text("".join(kept))
-    os.replace(temporary, path)
+    write_whole(path, "".join(kept))

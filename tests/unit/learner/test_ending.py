@@ -4,6 +4,7 @@ import shutil
 
 import pytest
 
+from buffer.evaluations import EVALUATIONS
 from learner import ending
 from learner.config import LearnerExperiment
 
@@ -47,7 +48,7 @@ def test_a_run_is_finished_once_the_buffer_said_so(experiment, over):
 def test_a_learner_killed_during_the_last_evaluation_finds_that_it_was_made(experiment, over):
     """Buffer and servers end after it, and whoever waits for them waits for ever."""
     (over / ending.FINISHED).unlink()
-    scores = over / ending.EVALUATIONS
+    scores = over / EVALUATIONS
     scores.write_text('{"kind": "score", "version": 2, "final": false}\n')
     assert ending.finished_step(experiment(**EVALUATED)) == 0
     with scores.open("a") as file:
