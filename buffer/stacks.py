@@ -18,7 +18,7 @@ class Stillness:
     """Has the stack of every thread written to standard error when a service achieves nothing for long, and
     again after as long once more. Python's own timer in C does it, whatever the interpreter is stuck in.
 
-    A process has one.
+    The timer is the process's: what any part of it saw last counts.
     """
 
     def __init__(self, within_s: float) -> None:
@@ -32,7 +32,8 @@ class Stillness:
             faulthandler.dump_traceback_later(self._within_s, repeat=True)
 
     def end(self) -> None:
-        """Nothing is to be achieved, until `see` is told of something new."""
+        """Nothing is to be achieved, until `see` is told again."""
+        self._achieved = None
         faulthandler.cancel_dump_traceback_later()
 
 

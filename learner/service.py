@@ -19,6 +19,7 @@ from buffer.errors import FolderInUse
 from buffer.experiment import DataConfig
 from buffer.keys import client_keys, server_keys
 from buffer.run_lock import RunLock
+from buffer.stacks import Stillness
 from buffer.stream import open_stream
 from buffer.whole_file import write_whole
 from learner import collectives, convert, ending, families, parallel
@@ -37,6 +38,7 @@ from learner.config import (
     TrainingConfig,
 )
 from learner.critic import Critic, ValueModel
+from learner.families import Head
 from learner.feed import BufferLine, Feed, NoBatch
 from learner.flow import Flow
 from learner.line import Line
@@ -86,8 +88,11 @@ def serve(experiment: LearnerExperiment, connect: Connect, open_sender: OpenSend
     stop.install()
     parallel.initialize(experiment.learner.parallel, experiment.seed)
     torch.set_num_threads(threads(experiment.learner.threads))
+    stillness = Stillness(experiment.logging.stalled_s)
     with ExitStack() as stack:
         stack.callback(parallel.shutdown)
+        stack.callback(stillness.end)
+        stillness.see("loading")
         if _tell_finished(experiment):
             return
         hold_folder(experiment.run_dir, stack)
@@ -112,8 +117,10 @@ def serve(experiment: LearnerExperiment, connect: Connect, open_sender: OpenSend
         if flow.data_ended:
             _tell_data_end(Path(experiment.run_dir), flow)
         if learner.checkpoint.export:
+            stillness.see("exporting")
             export_value(experiment, flow.updater.value_state)
             export(experiment, flow.trainable)
+            stillness.end()
         if flow.finish() and parallel.rank() == 0:
             ending.write(experiment, flow.version)
         logger.info("finished after step %d", flow.version)
@@ -190,7 +197,7 @@ def _assemble(
     check_start(experiment)
     # The data is opened before the model: a mistake in it is told at once.
     texts = _texts(experiment)
-    policy = _build(experiment, learner.lora)
+    policy = build(experiment, learner.lora)
     trainable = make_trainable(policy, learner.optimizer, learner.parallel, learner.ema)
     critic = _critic(experiment, stop, stack)
     weights = fingerprint(experiment.model, learner.init_from)
@@ -250,7 +257,12 @@ def _texts(experiment: LearnerExperiment) -> Texts | None:
     return Texts(ptx, rows, tokenizer, experiment.model.max_length, budget)
 
 
-def _build(experiment: LearnerExperiment, adapters: LoraConfig | None = None) -> Any:
+def build(
+    experiment: LearnerExperiment | OfflineExperiment,
+    adapters: LoraConfig | None = None,
+    head: Head = "vocabulary",
+) -> Any:
+    """The model that a training job starts from, on its ranks."""
     # Megatron is imported late: the CPU backend is in place by now.
     from learner.model import build_model
 
@@ -262,6 +274,7 @@ def _build(experiment: LearnerExperiment, adapters: LoraConfig | None = None) ->
         dtype,
         learner.recompute,
         learner.init_from,
+        head=head,
         adapters=adapters,
     )
 
@@ -274,7 +287,7 @@ def _reference(
     if not experiment.learner.algorithm.needs_reference:
         return None
     if of is None:
-        return reference_of(policy, experiment.learner, lambda: _build(experiment))
+        return reference_of(policy, experiment.learner, lambda: build(experiment))
 
     def connect() -> ApartClient:
         keys = client_keys(experiment.security.keys, "learner", "reference")

@@ -91,6 +91,9 @@ async def _serve(experiment: RolloutExperiment, name: str) -> None:
         configured, logs = experiment.rollout.rewards, Path(experiment.run_dir) / "logs"
         keys = client_keys(experiment.security.keys, "rollout", "scorer")
         rewards = await open_rewards(configured, experiment.name, name, tokenizer, stack, logs, keys=keys)
+        starting = Stillness(experiment.logging.stalled_s)
+        stack.callback(starting.end)
+        starting.see("starting")
         logger.info("rollout server %s starts vLLM with %s: half a minute or so", name, experiment.model.path)
         engine = _engine(experiment, name)
         stack.push_async_callback(engine.close)

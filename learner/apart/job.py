@@ -69,8 +69,11 @@ def serve(
     stop.install()
     parallel.initialize(of.parallel, experiment.seed, key=f"{key}.parallel")
     torch.set_num_threads(threads(of.threads))
+    stillness = Stillness(experiment.logging.stalled_s)
     with ExitStack() as stack:
         stack.callback(parallel.shutdown)
+        stack.callback(stillness.end)
+        stillness.see("loading")
         served, compute = prepare()
 
         def listen() -> ApartServer:
@@ -82,8 +85,6 @@ def serve(
         desk = stack.enter_context(Desk(experiment, role, listen)) if parallel.rank() == 0 else None
         if desk is not None:
             logger.info("the %s is up at %s, weights %s", served.kind.name, of.address, served.weights)
-        stillness = Stillness(experiment.logging.stalled_s)
-        stack.callback(stillness.end)
         answer(served, compute, desk, stop, stillness)
 
 

@@ -33,7 +33,7 @@ class OfflineParts:
     """How many there will be."""
 
 
-def train(parts: OfflineParts) -> bool:
+def train(parts: OfflineParts, stillness: Stillness) -> bool:
     """Make steps until there are `learner.steps` of them or the data's last epoch ends.
 
     Consumes: `learner.batch_size` rows of the data a step.
@@ -47,7 +47,6 @@ def train(parts: OfflineParts) -> bool:
         ValueError: It ends as it began.
     """
     saved = start = parts.step
-    stillness = Stillness(parts.experiment.logging.stalled_s)
     stillness.see(parts.step)
     if parts.step == 0 and parts.held_out is not None:
         parts.reporter.write(0, parts.steps, evaluation(parts))
@@ -68,8 +67,8 @@ def train(parts: OfflineParts) -> bool:
         if parts.schedule.is_due(parts.step, last=parts.step == parts.steps):
             with parts.reporter.timed("checkpoint"):
                 saved = save(parts)
-    stillness.end()
     if saved != parts.step:
+        stillness.see("closing")
         save(parts)
     return parts.step >= parts.steps
 

@@ -4,15 +4,14 @@ import logging
 import sys
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from buffer.experiment import DataConfig
+from buffer.stacks import Stillness
 from buffer.stream import open_stream
 from learner import parallel
 from learner.checkpoint import Checkpoints
-from learner.config import LoraConfig
 from learner.metrics import Journal
 from learner.offline.config import HeldOutConfig, OfflineExperiment, RewardConfig, SftConfig
 from learner.offline.encoding import Encoder
@@ -24,6 +23,7 @@ from learner.offline.trainer import Prepared, Trainer
 from learner.optimizer import make_trainable
 from learner.schedule import CheckpointSchedule
 from learner.service import (
+    build,
     check_start,
     checkpoint_setup,
     export,
@@ -55,14 +55,18 @@ def serve(experiment: OfflineExperiment) -> None:
     stop.install()
     parallel.initialize(experiment.learner.parallel, experiment.seed)
     torch.set_num_threads(threads(experiment.learner.threads))
+    stillness = Stillness(experiment.logging.stalled_s)
     with ExitStack() as stack:
         stack.callback(parallel.shutdown)
+        stack.callback(stillness.end)
+        stillness.see("loading")
         hold_folder(experiment.run_dir, stack)
         parts = _assemble(experiment, stop, stack)
-        if not train(parts):
+        if not train(parts, stillness):
             logger.info("stopped after step %d: the same command goes on from there", parts.step)
             return
         if experiment.learner.checkpoint.export:
+            stillness.see("exporting")
             export(experiment, parts.trainable)
         logger.info("finished after step %d", parts.step)
 
@@ -80,11 +84,11 @@ def _assemble(experiment: OfflineExperiment, stop: StopFlag, stack: ExitStack) -
     feed.check_first()
     steps = min(n for n in (learner.steps, feed.steps()) if n is not None)
     check_start(experiment)
-    model = _build(experiment, stage, learner.lora)
+    model = build(experiment, learner.lora, stage.head)
     trainable = make_trainable(model, learner.optimizer, learner.parallel, learner.ema)
     reference = None
     if stage.needs_reference:
-        reference = reference_of(trainable, learner, lambda: _build(experiment, stage))
+        reference = reference_of(trainable, learner, lambda: build(experiment, head=stage.head))
     trainer = Trainer(learner, stage, trainable, reference, steps)
     held_out = experiment.eval and _held_out(experiment, experiment.eval, encoder, stage, trainer)
     checkpoints = Checkpoints(run_dir, learner.checkpoint.keep, checkpoint_setup(experiment))
@@ -114,23 +118,6 @@ def encoder_of(experiment: OfflineExperiment) -> Encoder:
     tokenizer = AutoTokenizer.from_pretrained(model.path)
     too_long = experiment.learner.too_long
     return Encoder(tokenizer, model.max_length, experiment.data.system_prompt, too_long, every_turn)
-
-
-def _build(experiment: OfflineExperiment, stage: Stage, adapters: LoraConfig | None = None) -> Any:
-    # Megatron is imported late: the CPU backend is in place by now.
-    from learner.model import build_model
-
-    learner = experiment.learner
-    dtype = getattr(torch, experiment.model.dtype)
-    return build_model(
-        experiment.model.path,
-        learner.parallel,
-        dtype,
-        learner.recompute,
-        learner.init_from,
-        head=stage.head,
-        adapters=adapters,
-    )
 
 
 def _held_out(

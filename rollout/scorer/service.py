@@ -14,6 +14,7 @@ import uvloop
 from buffer.client import FOR_EVER, BufferClient
 from buffer.errors import Refusal
 from buffer.keys import client_keys, server_keys
+from buffer.stacks import Stillness
 from rollout.config import RolloutExperiment
 from rollout.endings import first_of, signalled, unending
 from rollout.engine import EngineFailed
@@ -50,6 +51,8 @@ def run(experiment: RolloutExperiment, name: str) -> None:
 async def _serve(experiment: RolloutExperiment, name: str) -> None:
     reward = model_reward(experiment.rollout, experiment.model, name)
     keys = server_keys(experiment.security.keys, "scorer")
+    stillness = Stillness(experiment.logging.stalled_s)
+    stillness.see("starting")
     logger.info("scorer %s starts vLLM with %s: half a minute or so", name, reward.model)
     async with AsyncExitStack() as stack:
         with spared_terminal(Path(experiment.run_dir) / "logs" / f"{name}.vllm.log"):
@@ -60,12 +63,17 @@ async def _serve(experiment: RolloutExperiment, name: str) -> None:
         server = ScorerServer(engine, renderer, welcome, experiment.name, name, reward.address, keys)
         stack.callback(server.close)
         logger.info("scorer %s is up at %s: %s", name, reward.address, reward.model)
-        await serve_until_over(experiment, name, server, asyncio.create_task(_engine_lost(engine)))
+        lost = asyncio.create_task(_engine_lost(engine))
+        await serve_until_over(experiment, name, server, lost, stillness)
     logger.info("scorer %s ends: %d scores", name, server.traffic.scores)
 
 
 async def serve_until_over(
-    experiment: RolloutExperiment, name: str, server: ScorerServer, lost: asyncio.Task[None]
+    experiment: RolloutExperiment,
+    name: str,
+    server: ScorerServer,
+    lost: asyncio.Task[None],
+    stillness: Stillness,
 ) -> None:
     """Answer until the run is over, a signal comes, or the engine is lost."""
     path = Path(experiment.run_dir) / "metrics" / f"scorer-{name}.jsonl"
@@ -77,7 +85,7 @@ async def serve_until_over(
             asyncio.create_task(unending(server.run())),
             lost,
             asyncio.create_task(_run_over(buffer)),
-            asyncio.create_task(unending(_report(path, server))),
+            asyncio.create_task(unending(report(path, server, stillness))),
             asyncio.create_task(signalled("stopping")),
         )
 
@@ -91,7 +99,7 @@ async def _engine_lost(engine: PoolingEngine) -> None:
     raise EngineFailed(await engine.wait_failed())
 
 
-async def _report(path: Path, server: ScorerServer) -> None:
+async def report(path: Path, server: ScorerServer, stillness: Stillness) -> None:
     """Append a line every `REPORT_S`, and a last one when cancelled."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a") as file:
@@ -99,7 +107,12 @@ async def _report(path: Path, server: ScorerServer) -> None:
             while True:
                 await asyncio.sleep(REPORT_S)
                 _append(file, server)
+                if server.traffic.in_hand:
+                    stillness.see(server.traffic.scores, server.traffic.failed)
+                else:
+                    stillness.end()  # it is no fault of a scorer's that nobody asks
         finally:
+            stillness.end()
             _append(file, server)
 
 

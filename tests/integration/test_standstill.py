@@ -24,3 +24,19 @@ def test_every_service_that_achieves_nothing_tells_where_it_stands_and_goes_on(m
         faults.stop("learner")
         for name, before in told.items():
             faults.says_again(name, STACKS, before)
+
+
+def test_a_learner_that_does_not_get_to_its_model_tells_where_it_stands(make_experiment, free_address):
+    source = {"kind": "function", "path": "slow:rows"}
+    folder = make_recorded_run(
+        make_experiment,
+        free_address,
+        "unread",
+        learner={"ptx": {"data": source, "coefficient": 0.1}},
+        logging={"stalled_s": 3},
+    )
+    (folder / "slow.py").write_text("import time\n\n\ndef rows():\n    time.sleep(20)\n")
+    with recorded_run(folder) as faults:
+        faults.running.start("learner")
+        faults.says_again("learner", STACKS, 0)
+        assert "slow.py" in faults.running.log("learner")

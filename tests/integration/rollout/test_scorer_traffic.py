@@ -15,8 +15,9 @@ import zmq.asyncio
 from buffer import requester
 from buffer.errors import BadMessage, Unreachable, WrongRun
 from buffer.rendering import PromptRefused
+from buffer.stacks import Stillness
 from rollout.scorer import client as scorer_client
-from rollout.scorer import wire
+from rollout.scorer import service, wire
 from rollout.scorer.client import ScorerClient
 from rollout.scorer.server import ScorerServer
 from rollout.scorer.wire import Ids, Request, ScoringFailed, Welcome, Words
@@ -89,6 +90,27 @@ def test_ids_and_text_are_scored_many_at_a_time(address):
     assert most > 10, "nobody waits for another's score"
     assert (metrics["scores"], metrics["tokens"], metrics["in_hand"]) == (41, 84, 0)
     assert metrics["score_sum"] == sum(scores)
+
+
+@pytest.mark.parametrize("asked", [True, False])
+def test_a_scorer_whose_model_does_not_answer_says_where_its_threads_are(
+    address, tmp_path, capfd, monkeypatch, asked
+):
+    monkeypatch.setattr(service, "REPORT_S", 0.05)
+
+    async def go():
+        async with serving(address, Sum(delay_s=60)) as server, client(address) as scorer:
+            await scorer.hello(5)
+            asking = asyncio.create_task(scorer.score(ids(1))) if asked else None
+            report = asyncio.create_task(service.report(tmp_path / "scorer.jsonl", server, Stillness(0.4)))
+            await asyncio.sleep(1.0)
+            for task in (asking, report):
+                if task is not None:
+                    task.cancel()
+            await asyncio.wait([report])
+
+    asyncio.run(go())
+    assert ("Timeout (0:00:00.400000)!" in capfd.readouterr().err) == asked
 
 
 def test_what_cannot_be_scored_costs_that_one_only(address):

@@ -33,3 +33,7 @@ def test_the_same_again_is_nothing_achieved():
 def test_whoever_achieves_something_or_has_ended_tells_nothing():
     assert not written("for made in range(5):", "    stillness.see(made)", "    stands_still(0.2)")
     assert not written("stillness.see(1)", "stillness.end()", "stands_still(1.0)")
+
+
+def test_the_same_as_before_a_rest_begins_anew():
+    assert written("stillness.see(1)", "stillness.end()", "stillness.see(1)", "stands_still(0.6)")
