@@ -1,6 +1,7 @@
 """How a signal ends a training job: at the end of its step, with a checkpoint."""
 
 import logging
+import os
 import signal
 import time
 from typing import Any
@@ -9,6 +10,9 @@ logger = logging.getLogger(__name__)
 
 FORCE_AFTER_S = 3.0
 """A terminal's Ctrl-C reaches a rank twice at once, by itself and by torchrun; only a later one is meant."""
+ORPHAN_S = 1800
+"""A rank whose torchrun is gone has nobody left who would stop it for good: for so long it may write its
+checkpoint, as long as a collective may take."""
 
 
 class Abandoned(Exception):
@@ -24,6 +28,7 @@ class StopFlag:
         """
         self._what = what
         self._since: float | None = None
+        self._parent = os.getppid()
 
     @property
     def is_set(self) -> bool:
@@ -37,6 +42,8 @@ class StopFlag:
         now = time.monotonic()
         if self._since is None:
             self._since = now
+            if os.getppid() != self._parent:
+                signal.alarm(ORPHAN_S)
             logger.info("%s: %s", signal.Signals(number).name, self._what)
         elif now - self._since > FORCE_AFTER_S:
             signal.signal(number, signal.SIG_DFL)
