@@ -1,4 +1,5 @@
-"""Every service and process of a run killed with -9 at random moments, one after the other, under load.
+"""Every service and process of a run killed with -9 at random moments, under load: one after the other, and
+again while the run recovers.
 
     make chaos             ten minutes of each, and what was seen in benchmarks/results/chaos.json
 
@@ -54,6 +55,8 @@ class Chaos:
         self.processes = Processes(folder)
         self.random = random.Random(SEED)
         self.kills: Counter[str] = Counter()
+        self.again = 0
+        """Of them, how many came before the run had made another step."""
         self.calm_seconds: list[float] = []
 
     def revive(self, *more: str) -> None:
@@ -81,6 +84,16 @@ class Chaos:
         for process in (running["learner"], *running.values()):
             process.send_signal(signal.SIGINT)
             process.wait(120)
+
+    def strike(self) -> None:
+        """Kill one, and as often as not one or two more while the run recovers from that: what was started
+        again, perhaps, which then dies while it starts."""
+        self.kill()
+        for _ in range(self.random.choice((0, 0, 1, 2))):
+            self.revive()
+            time.sleep(self.random.uniform(0, 15))
+            self.kill()
+            self.again += 1
 
     def kill(self) -> None:
         kind = self.random.choice(self.victims)
@@ -138,7 +151,7 @@ def survives(
         end = time.monotonic() + SECONDS
         while time.monotonic() < end:
             time.sleep(chaos.random.uniform(0, 4))
-            chaos.kill()
+            chaos.strike()
             chaos.wait_for_steps(1)
         chaos.stop()
         steps = len(running.rows()) + MORE
@@ -165,6 +178,7 @@ def record(kind: str, chaos: Chaos, steps: int, epochs: int) -> None:
         "seconds": SECONDS,
         "seed": SEED,
         "kills": dict(sorted(chaos.kills.items())),
+        "before_it_had_recovered": chaos.again,
         "steps": steps,
         "epochs_checked": epochs,
         "median_seconds_to_the_next_step": round(waits[len(waits) // 2], 1),
