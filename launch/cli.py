@@ -228,6 +228,32 @@ def evaluate(
 
 
 @app.command()
+def chat(
+    model: Annotated[Path, typer.Argument(metavar="MODEL", help="A Hugging Face folder.")],
+    system: Annotated[str | None, typer.Option(help="The system message it begins with.")] = None,
+    temperature: Annotated[float, typer.Option(min=0, help="0 is greedy.")] = 0.7,
+    top_p: Annotated[float, typer.Option(min=0.001, max=1, help="As of `generate`.")] = 1.0,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Of an answer.")] = 512,
+    max_length: Annotated[
+        int | None, typer.Option(min=8, help="Tokens of the conversation; default: the model's, up to 4096.")
+    ] = None,
+    tensor_parallel: Annotated[int, typer.Option(min=1, help="Ranks that share the model.")] = 1,
+    seed: int = 0,
+) -> None:
+    """Talk with a model, such as one that a run has written."""
+    from launch import chat as terminal
+    from rollout.config import EngineConfig
+    from rollout.engine import EngineFailed
+
+    engine = EngineConfig(tensor_parallel=tensor_parallel, max_num_seqs=1)
+    served = terminal.check(model, max_length, engine)
+    try:
+        terminal.chat(served, engine, system, temperature, top_p, max_tokens, seed)
+    except EngineFailed as failure:
+        fail(str(failure))
+
+
+@app.command()
 def sft(config: Config, overrides: Overrides = None) -> None:
     """Teach a model the responses of the data; the same command again resumes it."""
     _offline("sft", config, overrides)

@@ -72,6 +72,12 @@ def served(key: str, path: str, max_length: int | None = None) -> list[str]:
     return found or _weights(key, path) or _tokenizer(key, path) or _unlike(key, path, fields)
 
 
+def longest(path: str) -> int | None:
+    """Tokens that the model in a folder takes at most; None where its config.json does not tell."""
+    found = _config("", path)[0].get("max_position_embeddings")
+    return found if isinstance(found, int) and found > 0 else None
+
+
 def shared(key: str, size: int, path: str) -> list[str]:
     """Why an engine's ranks could not share the model's attention heads, in one line at most.
 
@@ -110,9 +116,9 @@ def _config(key: str, path: str) -> tuple[dict[str, Any], list[str]]:
 
 
 def _length(path: str, fields: dict[str, Any], max_length: int) -> list[str]:
-    longest = fields.get("max_position_embeddings")
-    if isinstance(longest, int) and max_length > longest:
-        return [f"model.max_length={max_length}: the model in {path} takes at most {longest}"]
+    most = fields.get("max_position_embeddings")
+    if isinstance(most, int) and max_length > most:
+        return [f"model.max_length={max_length}: the model in {path} takes at most {most}"]
     return []
 
 

@@ -1,7 +1,8 @@
 """The engine that generates: vLLM, whose weights are replaced while requests run."""
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -70,20 +71,33 @@ class VLLMEngine:
         await self.llm.update_weight_version("0")
 
     async def generate(self, request: Request) -> Completion:
-        from vllm.inputs.engine import tokens_input
-        from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
-
-        prompt = tokens_input(request.prompt_ids, cache_salt=str(request.version))
-        outputs = self.llm.generate(prompt, self.sampling_params(request), request.request_id)
-        try:
+        outputs = self._outputs(request, self.sampling_params(request))
+        with failures_told():
             finished = [output async for output in outputs if output.finished]
-        except EngineDeadError as error:
-            raise EngineFailed(f"vLLM's engine died: {first_line(error)}") from error
-        except (EngineGenerateError, ValueError) as error:
-            raise CompletionFailed("engine", first_line(error.__cause__ or error)) from error
         if not finished:
             raise CompletionFailed("engine", "no output")
         return self._completion(finished[0].outputs[0])
+
+    async def stream(self, request: Request) -> AsyncIterator[str]:
+        """The text of one completion, without special tokens, piece by piece as it is sampled; a call that is
+        cancelled ends the request in the engine.
+
+        Raises:
+            CompletionFailed, EngineFailed: As `generate`.
+        """
+        from vllm.sampling_params import RequestOutputKind
+
+        params = self.sampling_params(request)
+        params.detokenize, params.output_kind = True, RequestOutputKind.DELTA
+        with failures_told():
+            async for output in self._outputs(request, params):
+                yield output.outputs[0].text
+
+    def _outputs(self, request: Request, params: Any) -> AsyncIterator[Any]:
+        from vllm.inputs.engine import tokens_input
+
+        prompt = tokens_input(request.prompt_ids, cache_salt=str(request.version))
+        return self.llm.generate(prompt, params, request.request_id)
 
     async def wait_failed(self) -> str:
         return await self._process.wait_failed()
@@ -126,6 +140,19 @@ class VLLMEngine:
 
     def _decode(self, token_ids: list[int]) -> str:
         return self.llm.get_tokenizer().decode(token_ids, skip_special_tokens=True)
+
+
+@contextmanager
+def failures_told() -> Iterator[None]:
+    """What vLLM raises, as `Engine.generate` does."""
+    from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
+
+    try:
+        yield
+    except EngineDeadError as error:
+        raise EngineFailed(f"vLLM's engine died: {first_line(error)}") from error
+    except (EngineGenerateError, ValueError) as error:
+        raise CompletionFailed("engine", first_line(error.__cause__ or error)) from error
 
 
 def sampled_logprobs(token_ids: Sequence[int], flat: Any) -> NDArray[np.float32]:
