@@ -2,18 +2,21 @@
 
     python benchmarks/plan_memory.py
 
-Made models on CPU. Each rank is a fresh process that makes the policy, its optimizer and two real updates on
-groups as long as the config allows, as the learner does. Measured is the peak of resident memory during the
-second update (VmHWM, reset before it) beyond what the process held before it made the model; predicted is
-the plan's total without the share it assumes for that. Writes benchmarks/results/plan_memory.json.
+Made models on CPU. Each rank is a fresh process that makes its model, an optimizer where it trains one, and
+two real updates on groups as long as the config allows, as the learner does, or the ranks of a value model;
+ranks of the reference make two passes. Measured is the peak of resident memory during the second (VmHWM,
+reset before it) beyond what the process held before it made the model; predicted is the plan's total without
+the share it assumes for that. Writes benchmarks/results/plan_memory.json.
 """
 
+import importlib
 import json
 import os
 import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -37,12 +40,26 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "parallel": {"distributed_optimizer": True},
         "processes": 2,
     },
+    "one rank, float32, adapters": {"lora": {"rank": 16}},
+    "policy and value model on one rank, float32": {"algorithm": {"advantage": "gae"}, "value": {}},
+    "value model on one rank of its own, float32": {
+        "algorithm": {"advantage": "gae"},
+        "value": {"ranks": {"address": "tcp://127.0.0.1:7003"}},
+    },
+    "reference on one rank of its own, float32": {
+        "algorithm": {"kl": {"coefficient": 0.05}},
+        "reference": {"address": "tcp://127.0.0.1:7004"},
+    },
 }
+KINDS = {"value model on": "value model", "reference on": "reference"}
+"""How a setting begins whose ranks are not the learner's → how the plan calls them."""
 
 
 def experiment_of(name: str, folder: str) -> dict[str, Any]:
     learner = dict(SETTINGS[name])
     layout = learner.get("parallel", {})
+    if "value" in learner:
+        learner["value"] = {"path": f"{folder}/value", **learner["value"]}
     learner.setdefault("processes", layout.get("tensor", 1) * layout.get("pipeline", 1))
     return {
         "name": "plan",
@@ -70,24 +87,82 @@ def measure(folder: Path, name: str) -> None:
 
     from learner import parallel
     from learner.config import LearnerExperiment
-    from learner.model import build_model
-    from learner.optimizer import make_trainable
-    from learner.step import Updater
 
     fields = experiment_of(name, str(folder))
     experiment = LearnerExperiment.model_validate({k: v for k, v in fields.items() if k != "data"})
     learner = experiment.learner
     torch.set_num_threads(1)
     parallel.initialize(learner.parallel, 1)
+    for module in ("learner.model", "learner.service", "learner.step"):
+        importlib.import_module(module)  # libraries are in memory by now: the plan has a share for them
     before = resident("VmRSS")
-    dtype = getattr(torch, experiment.model.dtype)
-    model = build_model(experiment.model.path, learner.parallel, dtype, learner.recompute)
-    updater = Updater(experiment, make_trainable(model, learner.optimizer, learner.parallel), None)
-    updater.update(batch(0, learner.parallel.pipeline))
+    step = {"value model": value_step, "reference": reference_step}.get(kind_of(name), policy_step)(
+        experiment
+    )
+    step(batch(0, learner.parallel.pipeline))
     Path("/proc/self/clear_refs").write_text("5")
-    updater.update(batch(1, learner.parallel.pipeline))
+    step(batch(1, learner.parallel.pipeline))
     (folder / f"rank-{parallel.rank()}").write_text(str(resident("VmHWM") - before))
     parallel.shutdown()
+
+
+def kind_of(name: str) -> str:
+    return next((kind for start, kind in KINDS.items() if name.startswith(start)), "learner")
+
+
+def policy_step(experiment: Any) -> Callable[[Any], object]:
+    """As `learner/service.py` puts it together, with what it has on the same ranks."""
+    import torch
+
+    from learner.model import build_model
+    from learner.optimizer import make_trainable
+    from learner.service import value_model
+    from learner.step import Updater
+
+    learner = experiment.learner
+    dtype = getattr(torch, experiment.model.dtype)
+    model = build_model(
+        experiment.model.path, learner.parallel, dtype, learner.recompute, adapters=learner.lora
+    )
+    critic = value_model(experiment, learner.parallel) if learner.value is not None else None
+    trainable = make_trainable(model, learner.optimizer, learner.parallel)
+    return Updater(experiment, trainable, None, critic).update
+
+
+def value_step(experiment: Any) -> Callable[[Any], object]:
+    """As `learner/value/service.py` is asked: for the values of a batch, and then for an update."""
+    import torch
+
+    from learner.parts import parts_of
+    from learner.service import value_model
+
+    critic = value_model(experiment, experiment.learner.value.ranks.parallel)
+
+    def step(groups: Any) -> None:
+        for part in parts_of(groups, experiment):
+            report = critic.begin(groups.index)
+            values = critic.values_of(part.micro_batches)
+            part.fill("old_values", values)
+            part.fill("returns", [torch.ones_like(of) for of in values])
+            critic.update(part.micro_batches, part.total, report)
+
+    return step
+
+
+def reference_step(experiment: Any) -> Callable[[Any], object]:
+    """As `learner/reference/service.py` is asked."""
+    import torch
+
+    from learner.model import build_model
+    from learner.optimizer import prepare_schedule
+    from learner.parts import parts_of
+    from learner.passes import target_logprobs
+
+    dtype = getattr(torch, experiment.model.dtype)
+    model = build_model(experiment.model.path, experiment.learner.reference.parallel, dtype)
+    model.requires_grad_(False)
+    prepare_schedule(model.config)
+    return lambda groups: [target_logprobs(model, p.micro_batches) for p in parts_of(groups, experiment)]
 
 
 def batch(index: int, count: int) -> Any:
@@ -128,10 +203,13 @@ def predict(folder: str, name: str) -> list[float]:
 
     experiment = WholeExperiment.model_validate(experiment_of(name, folder))
     made = of(experiment, families.read(f"{folder}/model"), Target(gpu=False))
-    kinds = [kind for kind in made.kinds if kind.name.startswith("learner")]
+    kinds = [kind for kind in made.kinds if kind.name.startswith(kind_of(name))]
     sizes: list[float] = []
     for kind in kinds:
-        moment = sum(kind.moments["training"].values())
+        # No version is published and no checkpoint written here.
+        moment = max(
+            sum(of.values()) for at, of in kind.moments.items() if at not in ("publishing", "checkpoint")
+        )
         sizes += [sum(kind.held.values()) - kind.held["runtime (assumed)"] + moment] * kind.ranks
     return sizes
 
@@ -139,7 +217,7 @@ def predict(folder: str, name: str) -> list[float]:
 def main() -> None:
     import torch
     from record import write_result
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
     runs: dict[str, Any] = {}
     # Large blocks go back to the kernel when they are freed: resident memory is then what is in use.
@@ -148,6 +226,8 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             torch.manual_seed(0)
             LlamaForCausalLM(LlamaConfig(**SHAPE)).save_pretrained(f"{folder}/model")
+            scored = LlamaConfig(**SHAPE, num_labels=1, pad_token_id=0)
+            LlamaForSequenceClassification(scored).save_pretrained(f"{folder}/value")
             expected = predict(folder, name)
             command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
             command += [f"--nproc-per-node={len(expected)}", __file__, folder, name]
