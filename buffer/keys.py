@@ -33,6 +33,7 @@ ADMITTED: Mapping[str, tuple[str, ...]] = {
 
 PUBLIC = "public.json"
 LONGEST_FILE = 4096
+OTHERS = "belongs to another user, who may change it; `chown` it to the one who runs this, or to root"
 KEY = re.compile(r"[0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")
 """Z85, as ZeroMQ writes 32 bytes (rfc.zeromq.org/spec/32)."""
 DOMAIN = b"slipstream"
@@ -151,12 +152,26 @@ def _write(path: Path, text: str, mode: int) -> None:
 
 def _read(folder: Path, role: str) -> tuple[bytes, dict[str, bytes]]:
     """A role's secret, and every role's public key."""
+    _is_ours(folder)
     public = _public(folder / PUBLIC)
     path = folder / f"{role}.secret"
     secret = _key(path, _text(path, 0o077, "others may read it; `chmod 600` it").strip())
     if zmq.curve_public(secret) != public[role]:
         raise KeysError(f"{path}: not of the same set as {PUBLIC} beside it; copy both from one folder")
     return secret, public
+
+
+def _is_ours(folder: Path) -> None:
+    """Whoever may write in a folder may replace what is in it, whatever its files' modes; one with the sticky
+    bit, as Kubernetes mounts secrets, lets nobody do so but the files' owners."""
+    try:
+        about = folder.stat()
+    except OSError:
+        return  # what is read in it tells why
+    if about.st_uid not in (os.geteuid(), 0):
+        raise KeysError(f"{folder}: {OTHERS}")
+    if about.st_mode & 0o022 and not about.st_mode & stat.S_ISVTX:
+        raise KeysError(f"{folder}: others may write in it; `chmod 700` it")
 
 
 def _public(path: Path) -> dict[str, bytes]:
@@ -204,6 +219,8 @@ def _text(path: Path, forbidden: int, why: str) -> str:
         about = os.fstat(handle)
         if not stat.S_ISREG(about.st_mode) or about.st_size > LONGEST_FILE:
             raise KeysError(f"{path}: not a file of keys")
+        if about.st_uid not in (os.geteuid(), 0):
+            raise KeysError(f"{path}: {OTHERS}")
         if stat.S_IMODE(about.st_mode) & forbidden:
             raise KeysError(f"{path}: {why}")
         raw = file.read(LONGEST_FILE)

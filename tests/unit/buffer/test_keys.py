@@ -87,6 +87,22 @@ def test_a_secret_that_others_may_read_and_a_public_file_that_others_may_write_a
         client_keys(str(folder), "rollout", "buffer")
 
 
+def test_a_folder_in_which_others_may_replace_the_files_is_refused(folder):
+    folder.chmod(0o777)
+    with pytest.raises(KeysError, match="keys: others may write in it; `chmod 700` it"):
+        client_keys(str(folder), "rollout", "buffer")
+    folder.chmod(0o1777)  # as secrets are mounted: only a file's owner may take its place
+    assert client_keys(str(folder), "rollout", "buffer") is not None
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may give files away")
+@pytest.mark.parametrize("name", ["", "rollout.secret", PUBLIC])
+def test_what_belongs_to_another_user_is_refused(folder, name):
+    os.chown(folder / name, 12345, -1)
+    with pytest.raises(KeysError, match="belongs to another user, who may change it; `chown` it"):
+        client_keys(str(folder), "rollout", "buffer")
+
+
 def test_a_secret_of_another_set_is_told_before_it_is_used(folder, tmp_path):
     make_keys(tmp_path / "other")
     (folder / "rollout.secret").write_bytes((tmp_path / "other/rollout.secret").read_bytes())
