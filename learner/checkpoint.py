@@ -11,10 +11,12 @@ whose files are all as meta.json says. It loads under another tensor, pipeline o
 
 import logging
 import shutil
+import struct
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+import torch
 import torch.distributed as dist
 from safetensors import SafetensorError
 from torch.distributed.checkpoint.api import CheckpointException
@@ -25,10 +27,14 @@ from learner.checkpoint_files import (
     EMA,
     VALUE,
     DamagedCheckpoint,
+    Digest,
     being_written,
     complete,
+    digests,
+    files_in,
     found_in,
     leftovers,
+    named_meta,
     of_step,
     read_meta,
     step_of,
@@ -154,8 +160,11 @@ class Checkpoints:
         keep = self._keep if value is None or isinstance(value, Trainable) else max(2, self._keep)
         try:
             self._write(temporary, step, trainable, value)
+            found = shared_digests(temporary)
             if parallel.rank() == 0:
-                self._complete(temporary, target, step, position)
+                facts = {"step": step, "position": position, **asdict(self._setup)}
+                # One of this step may lie there damaged: this one was made again from an older checkpoint.
+                complete(temporary, target, facts, found)
                 for old in self.found()[:-keep]:
                     shutil.rmtree(old)
                 logger.info("checkpoint of step %d is at %s", step, target)
@@ -188,12 +197,6 @@ class Checkpoints:
                 raise OSError(f"{VALUE}/ is not in it; the value model's ranks see another run_dir")
         dist.barrier()
 
-    def _complete(
-        self, temporary: Path, target: Path, step: int, position: dict[str, Any] | None = None
-    ) -> None:
-        # One of this step may lie there damaged: this one was made again from an older checkpoint.
-        complete(temporary, target, {"step": step, "position": position, **asdict(self._setup)})
-
     def found(self) -> list[Path]:
         """Complete checkpoints, oldest first."""
         return found_in(self._root)
@@ -212,8 +215,7 @@ class Checkpoints:
         Raises:
             ValueError: There are checkpoints and none is whole, or it does not fit this setup.
         """
-        step = self._newest_whole() if parallel.rank() == 0 else 0
-        (step,) = collectives.broadcast_numbers([step])
+        step = self._newest_whole()
         if step:
             self._load(of_step(self._root, step), trainable, value)
         if value is not None and not isinstance(value, Trainable):
@@ -233,15 +235,16 @@ class Checkpoints:
         return read_meta(of_step(self._root, step)).get("position") or {}
 
     def _newest_whole(self) -> int:
-        found = self.found()
-        for path in reversed(found):
-            try:
-                verify(path)
-            except DamagedCheckpoint as error:
-                logger.error("DAMAGED CHECKPOINT %s: the one before it is used", error)
-                continue
-            return step_of(path)
-        if found:
+        """Its step, as rank 0 sees them; 0 where there is none. Collective."""
+        found = self.found() if parallel.rank() == 0 else []
+        (count,) = collectives.broadcast_numbers([len(found)])
+        for number in range(count):
+            (step,) = collectives.broadcast_numbers([step_of(found[~number]) if found else 0])
+            path = of_step(self._root, step)
+            files = shared_digests(path)
+            if collectives.broadcast_numbers([parallel.rank() != 0 or _is_whole(path, files)])[0]:
+                return step
+        if count:
             raise ValueError(
                 f"{self._root}: every checkpoint is damaged; restore one, or start again in another run_dir"
             )
@@ -268,3 +271,44 @@ class Checkpoints:
             generators.load(path)
         if parallel.rank() == 0:
             logger.info("resumed from %s", path)
+
+
+def _is_whole(path: Path, found: dict[str, Digest]) -> bool:
+    """What is not is told loudly."""
+    try:
+        verify(path, found)
+    except DamagedCheckpoint as error:
+        logger.error("DAMAGED CHECKPOINT %s: the one before it is used", error)
+        return False
+    return True
+
+
+def check_start(path: Path) -> None:
+    """See on all ranks that a checkpoint which the user named is whole. Collective.
+
+    Raises:
+        ValueError: On rank 0: it is no checkpoint, or it is damaged.
+    """
+    if parallel.rank() == 0:
+        named_meta(path)
+    found = shared_digests(path)
+    if parallel.rank() == 0:
+        verify(path, found)
+
+
+def shared_digests(folder: Path) -> dict[str, Digest]:
+    """Of the files in a checkpoint's folder, as rank 0 lists them; each rank reads its share. Collective.
+
+    One rank alone would read for longer than the others' collective waits, where a checkpoint has terabytes.
+    """
+    listed = [name.encode() for name in files_in(folder)] if parallel.rank() == 0 else None
+    names = [name.decode() for name in collectives.broadcast_frames(listed, 0, None)]
+    mine = digests(folder, names[parallel.rank() :: parallel.world_size()])
+    table = torch.zeros(len(names), 3, dtype=torch.int64)
+    for row, name in zip(table, names, strict=True):
+        if name in mine:
+            size, digest = mine[name]
+            row.copy_(torch.tensor([size, *struct.unpack("<qq", digest)]))
+    dist.all_reduce(table)
+    rows = zip(names, table.tolist(), strict=True)
+    return {name: (size, struct.pack("<qq", *halves)) for name, (size, *halves) in rows}

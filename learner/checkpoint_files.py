@@ -4,7 +4,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,9 @@ VALUE = "value"
 """The folder of the value model, in a checkpoint of a run that has one."""
 EMA = "ema"
 """The folder of the averaged weights, likewise."""
+Digest = tuple[int, bytes]
+"""A file's length and the 16 bytes of its BLAKE2b; a length of -1 of one that could not be read."""
+UNREAD: Digest = (-1, bytes(16))
 LOADED = (".distcp", ".metadata", "common.pt")
 """How the names of files end that torch's loader opens."""
 
@@ -52,13 +55,22 @@ class DamagedCheckpoint(ValueError):
     """A checkpoint whose files are not what its meta.json says."""
 
 
-def complete(temporary: Path, target: Path, facts: dict[str, Any]) -> None:
+def complete(
+    temporary: Path, target: Path, facts: dict[str, Any], found: dict[str, Digest] | None = None
+) -> None:
     """Sync a written folder to disk, add meta.json, and give it its name; one of that name is replaced.
 
     Args:
         facts: `step`, `dtype` and what else meta.json tells of the checkpoint.
+        found: Of its files, where they were read already.
+
+    Raises:
+        OSError: A file could not be read.
     """
-    files = dict(_digests(temporary))
+    found = digests(temporary, files_in(temporary)) if found is None else found
+    if unread := [name for name, digest in found.items() if digest == UNREAD]:
+        raise OSError(f"{temporary / unread[0]} cannot be read by each rank; they have to see one run_dir")
+    files = {name: _told(digest) for name, digest in found.items()}
     sync(temporary)
     meta: dict[str, Any] = json.loads(json.dumps({**facts, "files": files}))
     (temporary / META).write_text(json.dumps({**meta, DIGEST: _digest_of(meta)}, indent=1))
@@ -104,18 +116,21 @@ def refuse_existing(target: Path) -> None:
         raise ValueError(f"{target} exists; remove it or choose another name")
 
 
-def verify(path: Path) -> None:
+def verify(path: Path, found: dict[str, Digest] | None = None) -> None:
     """Compare a checkpoint's files with its meta.json.
+
+    Args:
+        found: Of its files, where they were read already.
 
     Raises:
         DamagedCheckpoint: Names the first file that is missing, differs, or would be loaded unchecked.
     """
     expected = read_meta(path)["files"]
-    found = dict(_digests(path))
+    found = digests(path, files_in(path)) if found is None else found
     for name, facts in expected.items():
         if name not in found:
             raise DamagedCheckpoint(f"{path}/{name} is missing")
-        if found[name] != facts:
+        if _told(found[name]) != facts:
             raise DamagedCheckpoint(f"{path / name} is not what was written")
     for name in found:
         if name not in expected and name.endswith(LOADED):
@@ -147,17 +162,29 @@ def _digest_of(meta: dict[str, Any]) -> str:
     return hashlib.blake2b(json.dumps(facts, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
-def _digests(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Relative name, size and digest of every file but meta.json; the hashing runs on all cores."""
-    files = sorted(f for f in path.rglob("*") if f.is_file() and f.name != META)
+def files_in(path: Path) -> list[str]:
+    """Every file but meta.json, relative, sorted."""
+    return sorted(str(f.relative_to(path)) for f in path.rglob("*") if f.is_file() and f.name != META)
+
+
+def digests(path: Path, names: Sequence[str]) -> dict[str, Digest]:
+    """Of these files; the hashing runs on all cores."""
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        for file, digest in zip(files, pool.map(_digest, files), strict=True):
-            yield str(file.relative_to(path)), {"bytes": file.stat().st_size, "blake2b": digest}
+        return dict(zip(names, pool.map(_digest, (path / name for name in names)), strict=True))
 
 
-def _digest(file: Path) -> str:
-    with file.open("rb") as opened:
-        return hashlib.file_digest(opened, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
+def _digest(file: Path) -> Digest:
+    try:
+        with file.open("rb") as opened:
+            found = hashlib.file_digest(opened, lambda: hashlib.blake2b(digest_size=16))
+            return os.fstat(opened.fileno()).st_size, found.digest()
+    except OSError:
+        return UNREAD
+
+
+def _told(digest: Digest) -> dict[str, Any]:
+    """As meta.json has it."""
+    return {"bytes": digest[0], "blake2b": digest[1].hex()}
 
 
 def sync(folder: Path) -> None:

@@ -22,13 +22,12 @@ from buffer.run_lock import RunLock
 from buffer.stacks import Stillness
 from buffer.stream import open_stream
 from buffer.whole_file import write_whole
-from learner import collectives, convert, ending, families, parallel
+from learner import checkpoint, collectives, convert, ending, families, parallel
 from learner.alone import sleep_through
 from learner.apart.client import ApartClient
 from learner.apart.waiting import asks
 from learner.apart.wire import REFERENCE, VALUE
 from learner.checkpoint import Checkpoints, Setup, ValueState
-from learner.checkpoint_files import check
 from learner.config import (
     DATA_END,
     LearnerConfig,
@@ -238,9 +237,10 @@ def check_start(experiment: LearnerExperiment | OfflineExperiment) -> None:
             f"learner.expert_balance={learner.expert_balance:g} would do nothing: {family.architecture} has "
             "no experts; remove it"
         )
-    if learner.init_from and parallel.rank() == 0:
-        check(Path(learner.init_from))
-        logger.info("the weights start from %s", learner.init_from)
+    if learner.init_from:
+        checkpoint.check_start(Path(learner.init_from))
+        if parallel.rank() == 0:
+            logger.info("the weights start from %s", learner.init_from)
 
 
 def _texts(experiment: LearnerExperiment) -> Texts | None:

@@ -10,7 +10,7 @@ from learner import parallel
 from learner.apart import job
 from learner.apart.job import targets_of_all
 from learner.apart.wire import REFERENCE, Answer, Served, Task
-from learner.checkpoint_files import check
+from learner.checkpoint import check_start
 from learner.config import LearnerExperiment
 from learner.passes import target_logprobs
 from learner.reference.fingerprint import fingerprint
@@ -51,8 +51,8 @@ def _frozen(experiment: LearnerExperiment) -> Any:
     from learner.optimizer import prepare_schedule
 
     start = experiment.learner.init_from
-    if start and parallel.rank() == 0:
-        check(Path(start))
+    if start:
+        check_start(Path(start))
     dtype = getattr(torch, experiment.model.dtype)
     layout = parallel.layout()
     model = build_model(experiment.model.path, layout, dtype, checkpoint=start).requires_grad_(False)

@@ -4,18 +4,31 @@ import json
 import os
 import resource
 import shutil
-from dataclasses import replace
+from dataclasses import asdict, replace
 from traceback import StackSummary
 from typing import Any, cast
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.multiprocessing import spawn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from learner import parallel
+from learner import checkpoint, parallel
 from learner.checkpoint import CheckpointNotWritten, Checkpoints, Setup
-from learner.checkpoint_files import VALUE, DamagedCheckpoint, being_written, named_meta, read_meta, verify
+from learner.checkpoint_files import (
+    UNREAD,
+    VALUE,
+    DamagedCheckpoint,
+    being_written,
+    complete,
+    digests,
+    files_in,
+    named_meta,
+    read_meta,
+    verify,
+)
 from learner.checkpoint_parts import reason_of
 from learner.config import OptimizerConfig, ParallelConfig
 from learner.model import build_model
@@ -26,16 +39,27 @@ SETUP = Setup("float32", False, 1, 1, 1, 1, "digest", "model")
 
 
 @pytest.fixture
+def alone():
+    """A job of one rank, this one."""
+    parallel.initialize(ParallelConfig(), seed=3)
+    yield
+    parallel.shutdown()
+
+
+def facts(step):
+    return {"step": step, "position": None, **asdict(SETUP)}
+
+
+@pytest.fixture
 def written(tmp_path):
     """Completes a checkpoint of one file, as `save` does after Megatron wrote it."""
 
-    def write(step, keep=2):
-        checkpoints = Checkpoints(tmp_path, keep, SETUP)
+    def write(step):
         target = tmp_path / "checkpoints" / f"step-{step:06d}"
         temporary = target.with_name(f".{target.name}.tmp")
         temporary.mkdir(parents=True)
         (temporary / "weights").write_bytes(bytes(range(200)))
-        checkpoints._complete(temporary, target, step)
+        complete(temporary, target, facts(step))
         return target
 
     return write
@@ -52,8 +76,8 @@ def test_what_lies_in_a_folder_of_it_is_part_of_it(tmp_path):
     partial = tmp_path / "checkpoints" / ".step-000010.tmp" / "value"
     partial.mkdir(parents=True)
     (partial / "weights").write_bytes(b"of the value model")
-    Checkpoints(tmp_path, 2, SETUP)._complete(partial.parent, tmp_path / "checkpoints/step-000010", 10)
     path = tmp_path / "checkpoints/step-000010"
+    complete(partial.parent, path, facts(10))
     verify(path)
     (path / "value" / "weights").write_bytes(b"of another model..")
     with pytest.raises(DamagedCheckpoint, match=r"value/weights is not what was written"):
@@ -109,19 +133,19 @@ def test_every_kind_of_damage_is_found(written, damage):
         verify(path)
 
 
-def test_the_newest_whole_one_is_taken(written, tmp_path, caplog):
+def test_the_newest_whole_one_is_taken(alone, written, tmp_path, caplog):
     written(5)
     (written(10) / "weights").write_bytes(b"")
     assert Checkpoints(tmp_path, 2, SETUP)._newest_whole() == 5
     assert "DAMAGED CHECKPOINT" in caplog.text
 
 
-def test_a_folder_without_meta_is_no_checkpoint(written, tmp_path):
+def test_a_folder_without_meta_is_no_checkpoint(alone, written, tmp_path):
     (tmp_path / "checkpoints" / "step-000003").mkdir(parents=True)
     assert Checkpoints(tmp_path, 2, SETUP)._newest_whole() == 0
 
 
-def test_steps_beyond_a_million_are_newer_and_a_copy_by_another_name_is_nobodys(written, tmp_path):
+def test_steps_beyond_a_million_are_newer_and_a_copy_by_another_name_is_nobodys(alone, written, tmp_path):
     copied = written(999_990)
     for name in ("step-999999.kept", "step-0999999"):
         shutil.copytree(copied, copied.with_name(name))
@@ -133,7 +157,7 @@ def test_steps_beyond_a_million_are_newer_and_a_copy_by_another_name_is_nobodys(
         named_meta(tmp_path)
 
 
-def test_all_damaged_is_refused(written, tmp_path):
+def test_all_damaged_is_refused(alone, written, tmp_path):
     (written(5) / "weights").unlink()
     with pytest.raises(ValueError, match="every checkpoint is damaged"):
         Checkpoints(tmp_path, 2, SETUP)._newest_whole()
@@ -159,12 +183,58 @@ def test_the_reason_of_a_failed_write_is_one_line_out_of_what_is_wrapped_around_
     assert reason_of(wrapped) == "[Errno 28] No space left on device"
 
 
+def test_every_rank_reads_its_share_of_a_checkpoint_and_knows_all_of_it(tmp_path):
+    folder, store = tmp_path / "step-000010", tmp_path / "store"
+    (folder / "value").mkdir(parents=True)
+    for number in range(7):
+        (folder / ("value" if number % 2 else "") / f"file-{number}").write_bytes(
+            bytes([number]) * 1000 * number
+        )
+    (folder / "meta.json").write_text("{}")
+    spawn(share, (folder, store, 3), 3)
+    told = [json.loads((tmp_path / f"rank-{rank}").read_text()) for rank in range(3)]
+    read = [name for rank in told for name in rank["read"]]
+    assert sorted(read) == files_in(folder), "each file once"
+    assert [len(rank["read"]) for rank in told] == [3, 2, 2]
+    expected = {name: [size, digest.hex()] for name, (size, digest) in digests(folder, read).items()}
+    gone = expected.pop("value/file-5")
+    assert gone != [-1, bytes(16).hex()]
+    for rank in told:
+        assert rank["found"] == expected | {"value/file-5": [-1, bytes(16).hex()]}, "one cannot be read"
+
+
+def share(rank, folder, store, size):
+    """On each rank; one of the files is there for rank 0, which lists them, and for none that reads it."""
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
+    parallel.rank, parallel.world_size = dist.get_rank, dist.get_world_size  # type: ignore[assignment]
+    read = []
+
+    def noted(path, names):
+        read.extend(names)
+        found = digests(path, names)
+        return found | {name: UNREAD for name in names if name == "value/file-5"}
+
+    checkpoint.digests = noted
+    found = checkpoint.shared_digests(folder)
+    told = {name: (length, digest.hex()) for name, (length, digest) in found.items()}
+    (folder.parent / f"rank-{rank}").write_text(json.dumps({"read": read, "found": told}))
+    dist.destroy_process_group()
+
+
+def test_a_file_that_a_rank_cannot_read_is_told_and_the_checkpoint_stays_unfinished(tmp_path):
+    temporary, target = tmp_path / ".step.tmp", tmp_path / "step-000010"
+    temporary.mkdir()
+    with pytest.raises(OSError, match=r"weights cannot be read by each rank; they have to see one run_dir"):
+        complete(temporary, target, facts(10), {"weights": UNREAD})
+    assert not target.exists()
+
+
 def test_a_run_with_a_value_model_does_not_go_on_from_a_checkpoint_without_one(tmp_path):
     path = tmp_path / "checkpoints/step-000010"
     (tmp_path / "partial").mkdir(parents=True)
     checkpoints = Checkpoints(tmp_path, 2, SETUP)
     path.parent.mkdir()
-    checkpoints._complete(tmp_path / "partial", path, 10)
+    complete(tmp_path / "partial", path, facts(10))
     some = Trainable(None, None)
     with pytest.raises(ValueError, match=r"without a value model, this run has learner\.value; set it back"):
         checkpoints._load(path, some, some)
