@@ -2,6 +2,8 @@
 
 import asyncio
 import shutil
+import signal
+import sys
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -52,10 +54,12 @@ def chat(
     Raises:
         ValueError: The tokenizer has no chat template.
         EngineFailed: The engine does not start, or died; its log stays.
+        KeyboardInterrupt: Ctrl-C, while the model was loading.
     """
     # Only now: a mistake in the arguments is told at once.
     from buffer.rendering import Renderer
     from rollout.conversation import Conversation
+    from rollout.engine import EngineFailed
     from rollout.groups import SamplingPlan
     from rollout.tokenizers import load_tokenizer
     from rollout.vllm_engine import VLLMEngine
@@ -68,25 +72,43 @@ def chat(
         )
     engine = VLLMEngine(model, config, seed=seed)
     folder = Path(tempfile.mkdtemp(prefix="slipstream-chat-"))
+    told = False
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as loop:
         try:
+            signal.signal(signal.SIGINT, _interrupt)
             with engine_log(folder / "engine.log") as terminal:
                 print(f"loading {model.path}: half a minute or so", file=terminal)
                 loop.run(engine.start())
                 loop.run(engine.freeze())
+            # From now on the runner's: it ends what is being answered.
+            signal.signal(signal.SIGINT, signal.default_int_handler)
             plan = SamplingPlan(1, temperature, max_tokens, top_p)
             renderer = Renderer(tokenizer, model.max_length, system)
             _converse(Conversation(engine, renderer, plan), loop)
-            shutil.rmtree(folder)
+        except EngineFailed:
+            told = True
+            raise
         finally:
             loop.run(engine.close())
+            if not told:
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+def _interrupt(*_: object) -> None:
+    """At once, also out of vLLM's start, which blocks the loop."""
+    raise KeyboardInterrupt
 
 
 def _converse(conversation: "Conversation", loop: asyncio.Runner) -> None:
     print(HELP)
+    # Who reads the answers to a pipe's lines sees there what was said.
+    shown = not sys.stdin.isatty()
     while (said := _said()) not in (None, "/quit"):
+        if shown:
+            print(said)
         if said == "/clear":
             conversation.messages.clear()
+            print("begun anew")
         elif said:
             _answer(conversation, said, loop)
 
@@ -110,7 +132,8 @@ def _answer(conversation: "Conversation", said: str, loop: asyncio.Runner) -> No
 def _said() -> str | None:
     """The next line; None at the end of them."""
     try:
-        return input("\nyou: ").strip()
+        said = input("\nyou: ").strip()
+        return said.encode(errors="replace").decode()  # what was no UTF-8 would have no tokens either
     except (EOFError, KeyboardInterrupt):
         print()
         return None

@@ -238,7 +238,7 @@ def chat(
         int | None, typer.Option(min=8, help="Tokens of the conversation; default: the model's, up to 4096.")
     ] = None,
     tensor_parallel: Annotated[int, typer.Option(min=1, help="Ranks that share the model.")] = 1,
-    seed: int = 0,
+    seed: Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Of what is drawn.")] = 0,
 ) -> None:
     """Talk with a model, such as one that a run has written."""
     from launch import chat as terminal
@@ -251,6 +251,9 @@ def chat(
         terminal.chat(served, engine, system, temperature, top_p, max_tokens, seed)
     except EngineFailed as failure:
         fail(str(failure))
+    except KeyboardInterrupt:
+        typer.echo("stopped", err=True)
+        raise typer.Exit(EXIT_INTERRUPTED) from None
 
 
 @app.command()

@@ -16,6 +16,7 @@ import threading
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
+from multiprocessing import resource_tracker
 from pathlib import Path
 
 MARK = "SLIPSTREAM_SERVER_MARK"
@@ -42,6 +43,8 @@ def children_without_ctrl_c() -> Iterator[None]:
     A terminal sends Ctrl-C to everything in front of it. An engine that dies of it answers no more, just when
     its server has leases to hand back.
     """
+    # Python starts it with the first process of multiprocessing, and lets the signal through again then.
+    resource_tracker.ensure_running()
     over = threading.Event()
     # Children inherit the thread's mask; another thread still takes the signal for this process.
     listener = threading.Thread(target=over.wait, name="takes-signals", daemon=True)

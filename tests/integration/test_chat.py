@@ -1,5 +1,8 @@
 """`slipstream chat` on the real vLLM."""
 
+import json
+import os
+import pty
 import re
 import shutil
 import subprocess
@@ -15,6 +18,12 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 SLIPSTREAM = str(Path(sys.executable).parent / "slipstream")
 TEMPLATE = "{% for m in messages %}t{{ 3 + m.role|length }} {{ m.content }} {% endfor %}"
 """The length of a role's name says whose turn it is. What was said last is what the made model answers."""
+
+IN_FRONT = """
+import fcntl, os, sys, termios
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+os.execv(sys.argv[1], sys.argv[1:])
+"""
 
 
 @pytest.fixture
@@ -61,3 +70,31 @@ def test_a_model_that_nobody_can_talk_with_is_told_in_a_line(made_model, tmp_pat
     nothing = chat(tmp_path, "t5\n")
     assert nothing.stderr.startswith(f"error: MODEL={tmp_path}: no config.json in it")
     assert (nothing.returncode, nothing.stderr.count("\n")) == (2, 1)
+
+
+def test_ctrl_c_ends_an_answer_and_the_conversation_goes_on(talking_model):
+    config = json.loads((talking_model / "config.json").read_text())
+    (talking_model / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 4096}))
+    command = [SLIPSTREAM, "chat", str(talking_model), "--temperature", "0", "--max-tokens", "4000"]
+    ours, theirs = pty.openpty()
+    # In a session of its own, and in front of its terminal: Ctrl-C reaches the engine's processes too.
+    program = [sys.executable, "-c", IN_FRONT, *command]
+    chat = subprocess.Popen(program, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True)
+    os.close(theirs)
+    heard = ""
+
+    def until(pattern: str) -> None:
+        nonlocal heard
+        while not re.search(pattern, heard, re.DOTALL):
+            heard += os.read(ours, 4096).decode()
+
+    until("you: $")
+    for _ in range(2):
+        heard = ""
+        os.write(ours, b"t20 t21\n")
+        until("model: (t21 ){5}")
+        os.write(ours, b"\x03")
+        until(r"\[stopped\].*you: $")
+    os.write(ours, b"/quit\n")
+    assert chat.wait(30) == 0
+    os.close(ours)

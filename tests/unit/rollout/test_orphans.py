@@ -55,11 +55,12 @@ def test_the_guard_ends_the_children_of_a_killed_server_and_then_itself():
 
 
 CTRL_C = """
-import os, signal, subprocess, sys, time
+import multiprocessing.resource_tracker, os, signal, subprocess, sys, time
 from rollout.orphans import children_without_ctrl_c
 signal.signal(signal.SIGINT, signal.SIG_DFL)
 handling = "import signal, time; signal.signal(signal.SIGINT, lambda *_: exit(3)); print(flush=True); "
 with children_without_ctrl_c():
+    multiprocessing.resource_tracker.ensure_running()  # as the first process of multiprocessing does
     child = subprocess.Popen([sys.executable, "-c", handling + "time.sleep(300)"], stdout=subprocess.PIPE)
     child.stdout.readline()
     print(child.pid, flush=True)
