@@ -355,7 +355,7 @@ def scorer_faults(e: WholeExperiment, name: str, reward: ModelReward) -> list[st
     """Why the scorer of a reward model could not serve it here."""
     key = f"rollout.rewards.{name}"
     found = folder.faults(f"{key}.model", reward.model, folder.longest(e.model, reward))
-    found = found or model_folder.served(f"{key}.model", reward.model)
+    found = found or model_folder.served(f"{key}.model", reward.model, scores=True)
     return found + engine_reasons(f"{key}.engine", reward.engine, reward.model)
 
 

@@ -21,6 +21,8 @@ MADE_BY = {
     Path("runs/reward/model"): "slipstream reward configs/reward.yaml",
 }
 """What writes the folders that the examples name."""
+SCORING = "ForSequenceClassification"
+"""How the name of a reward model's architecture ends."""
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
@@ -58,15 +60,18 @@ def trained(
     return _shapes(key, path, family)
 
 
-def served(key: str, path: str, max_length: int | None = None) -> list[str]:
+def served(key: str, path: str, max_length: int | None = None, scores: bool = False) -> list[str]:
     """What is wrong with a folder that vLLM alone is to serve: it knows more architectures than the learner.
 
     Args:
         key: As above.
         path: The folder.
         max_length: None leaves it unchecked.
+        scores: Whether it is to score and not to generate.
     """
     fields, found = _config(key, path)
+    if not found and not scores and _architecture(fields).endswith(SCORING):
+        found = [f"{key}={path}: a reward model, which generates nothing; expected a language model"]
     if max_length is not None:
         found = found or _length(path, fields, max_length)
     return found or _weights(key, path) or _tokenizer(key, path) or _unlike(key, path, fields)
@@ -115,6 +120,11 @@ def _config(key: str, path: str) -> tuple[dict[str, Any], list[str]]:
     return fields, []
 
 
+def _architecture(fields: dict[str, Any]) -> str:
+    named = fields.get("architectures")
+    return str(named[0]) if isinstance(named, list) and named else ""
+
+
 def _length(path: str, fields: dict[str, Any], max_length: int) -> list[str]:
     most = fields.get("max_position_embeddings")
     if isinstance(most, int) and max_length > most:
@@ -145,8 +155,7 @@ def _tokenizer(key: str, path: str) -> list[str]:
 
 def _unlike(key: str, path: str, fields: dict[str, Any]) -> list[str]:
     """Where the weights are not what config.json asks for; of an architecture not known here nothing."""
-    named = str((fields.get("architectures") or [""])[0])
-    head: Head = "score" if named.endswith("ForSequenceClassification") else "vocabulary"
+    head: Head = "score" if _architecture(fields).endswith(SCORING) else "vocabulary"
     try:
         family = families.from_config(fields, path, head)
     except ValueError:

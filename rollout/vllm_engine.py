@@ -1,8 +1,7 @@
 """The engine that generates: vLLM, whose weights are replaced while requests run."""
 
 import zlib
-from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -10,8 +9,8 @@ from numpy.typing import NDArray
 
 from buffer.experiment import ModelConfig
 from rollout.config import EngineConfig
-from rollout.engine import Completion, CompletionAborted, CompletionFailed, EngineFailed, Request
-from rollout.vllm_process import VLLMProcess, first_line
+from rollout.engine import Completion, CompletionAborted, CompletionFailed, Request
+from rollout.vllm_process import VLLMProcess, request_failures
 from sync.sink import OnUpdate, WeightSink
 
 
@@ -72,7 +71,7 @@ class VLLMEngine:
 
     async def generate(self, request: Request) -> Completion:
         outputs = self._outputs(request, self.sampling_params(request))
-        with failures_told():
+        with request_failures(_failed):
             finished = [output async for output in outputs if output.finished]
         if not finished:
             raise CompletionFailed("engine", "no output")
@@ -89,7 +88,7 @@ class VLLMEngine:
 
         params = self.sampling_params(request)
         params.detokenize, params.output_kind = True, RequestOutputKind.DELTA
-        with failures_told():
+        with request_failures(_failed):
             async for output in self._outputs(request, params):
                 yield output.outputs[0].text
 
@@ -142,17 +141,8 @@ class VLLMEngine:
         return self.llm.get_tokenizer().decode(token_ids, skip_special_tokens=True)
 
 
-@contextmanager
-def failures_told() -> Iterator[None]:
-    """What vLLM raises, as `Engine.generate` does."""
-    from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
-
-    try:
-        yield
-    except EngineDeadError as error:
-        raise EngineFailed(f"vLLM's engine died: {first_line(error)}") from error
-    except (EngineGenerateError, ValueError) as error:
-        raise CompletionFailed("engine", first_line(error.__cause__ or error)) from error
+def _failed(why: str) -> CompletionFailed:
+    return CompletionFailed("engine", why)
 
 
 def sampled_logprobs(token_ids: Sequence[int], flat: Any) -> NDArray[np.float32]:

@@ -6,9 +6,12 @@ import logging
 import math
 import os
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from pydantic import ValidationError
 
 from buffer.processor import COMPUTING_ENVIRONMENT, native_dtype
 from rollout.config import EngineConfig
@@ -109,6 +112,21 @@ class VLLMProcess:
             self._guard = None
 
 
+@contextmanager
+def request_failures(failed: Callable[[str], Exception]) -> Iterator[None]:
+    """What vLLM raises of one request: the engine's end as EngineFailed, all else as what `failed` makes of a
+    line that says why."""
+    from vllm.exceptions import VLLMError
+    from vllm.v1.engine.exceptions import EngineDeadError
+
+    try:
+        yield
+    except EngineDeadError as error:
+        raise EngineFailed(f"vLLM's engine died: {first_line(error)}") from error
+    except (VLLMError, ValueError) as error:
+        raise failed(first_line(error.__cause__ or error)) from error
+
+
 def _unknown_heads(model: str) -> str | None:
     """Why vLLM's attention on CPU cannot compute a model, which it would say a minute later and elsewhere."""
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
@@ -165,5 +183,7 @@ def thread_binding(cores: str | None, ranks: int, allowed: Sequence[int]) -> str
 
 
 def first_line(error: BaseException) -> str:
+    if isinstance(error, ValidationError):  # whose own first line counts its mistakes
+        return str(error.errors()[0]["msg"])
     lines = str(error).strip().splitlines()
     return lines[0] if lines else type(error).__name__

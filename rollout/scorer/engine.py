@@ -7,9 +7,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollout.config import ModelReward
-from rollout.engine import EngineFailed
 from rollout.scorer.wire import ScoringFailed
-from rollout.vllm_process import VLLMProcess, first_line
+from rollout.vllm_process import VLLMProcess, request_failures
 
 
 class PoolingEngine:
@@ -52,18 +51,13 @@ class PoolingEngine:
         """
         from vllm import PoolingParams
         from vllm.inputs.engine import tokens_input
-        from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
         # vLLM's own default would be a sigmoid.
         params = PoolingParams(task="classify", use_activation=False)
         prompt = tokens_input(token_ids.tolist())
         answers = self._process.llm.encode(prompt, params, str(next(self._numbers)))
-        try:
+        with request_failures(ScoringFailed):
             outputs = [output async for output in answers if output.finished]
-        except EngineDeadError as error:
-            raise EngineFailed(f"vLLM's engine died: {first_line(error)}") from error
-        except (EngineGenerateError, ValueError) as error:
-            raise ScoringFailed(first_line(error.__cause__ or error)) from error
         return _raw_score(outputs)
 
     async def wait_failed(self) -> str:

@@ -26,6 +26,16 @@ def test_a_folder_that_fits_has_no_fault(make_model):
     assert trained(make_model("rope", {"model.layers.0.self_attn.rotary_emb.inv_freq": (2,)})) == []
 
 
+def test_a_reward_model_is_none_that_generates(make_model):
+    folder = make_model("scores")
+    config = json.loads((folder / "config.json").read_text())
+    config["architectures"] = ["LlamaForSequenceClassification"]
+    (folder / "config.json").write_text(json.dumps(config))
+    told = "a reward model, which generates nothing; expected a language model"
+    assert model_folder.served("model.path", str(folder)) == [f"model.path={folder}: {told}"]
+    assert told not in str(model_folder.served("model.path", str(folder), scores=True))
+
+
 @pytest.mark.parametrize(
     ("changes", "told"),
     [

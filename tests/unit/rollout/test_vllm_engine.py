@@ -5,15 +5,18 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from pydantic import ValidationError
+from vllm.exceptions import VLLMValidationError
 from vllm.logprobs import FlatLogprobs, Logprob
 from vllm.outputs import CompletionOutput, WeightVersionSpan
 from vllm.sampling_params import RequestOutputKind, SamplingParams
+from vllm.v1.engine.exceptions import EngineDeadError
 
 from buffer.experiment import ModelConfig
 from rollout.config import EngineConfig
-from rollout.engine import CompletionFailed, Request
+from rollout.engine import CompletionFailed, EngineFailed, Request
 from rollout.vllm_engine import VLLMEngine, sampled_logprobs, server_seed, token_versions
-from rollout.vllm_process import thread_binding
+from rollout.vllm_process import first_line, request_failures, thread_binding
 
 
 def flat(*positions):
@@ -107,6 +110,27 @@ def test_an_abort_is_one_of_the_weights_only_where_they_do_so(on_update, kind):
         asyncio.run(engine.generate(Request("r", [9, 4], 16, 0.7, version=7)))
     assert failed.value.kind == kind
     assert getattr(failed.value, "tokens", 2) == 2
+
+
+def failed(why):
+    return CompletionFailed("engine", why)
+
+
+@pytest.mark.parametrize("error", [VLLMValidationError("too long\nby far"), ValueError("too long")])
+def test_what_vllm_refuses_is_a_failed_request_and_not_the_servers_end(error):
+    with pytest.raises(CompletionFailed, match=r"^engine: too long$"), request_failures(failed):
+        raise error
+
+
+def test_an_engine_that_died_is_told_from_a_request_that_failed():
+    with pytest.raises(EngineFailed, match="vLLM's engine died"), request_failures(failed):
+        raise EngineDeadError
+
+
+def test_of_a_config_that_is_refused_the_reason_is_told_and_not_the_number():
+    with pytest.raises(ValidationError) as refused:
+        EngineConfig(cores="both")
+    assert first_line(refused.value).startswith("Value error, expected cores such as 0-1")
 
 
 def test_servers_draw_different_noise_and_the_same_after_a_restart():
