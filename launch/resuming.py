@@ -40,6 +40,7 @@ def check_checkpoint(e: WholeExperiment | OfflineExperiment) -> int:
         ValueError: It cannot, under this configuration.
     """
     path, learner = newest(Path(e.run_dir)), e.learner
+    stage = e.stage if isinstance(e, OfflineExperiment) else None
     if path is None:
         return 0
     try:
@@ -47,7 +48,7 @@ def check_checkpoint(e: WholeExperiment | OfflineExperiment) -> int:
     except DamagedCheckpoint:
         return int(path.name.removeprefix("step-"))  # the learner tells of it, and takes the one before
     start = value_start = None
-    if meta.get("start") and measures_from_start(learner):
+    if meta.get("start") and measures_from_start(learner, stage):
         from learner.reference.fingerprint import fingerprint  # imports torch
 
         start = fingerprint(e.model, learner.init_from)

@@ -10,6 +10,7 @@ from typing import Any
 from learner import families
 from learner.checkpoint_files import EMA, VALUE, found_in
 from learner.config import LearnerConfig, TrainingConfig, ValueConfig
+from learner.offline.config import DpoConfig, StageConfig
 
 NO_PART = ("head", "has_score", "max_positions", "window")
 """Of a family, what a checkpoint's weights do not depend on."""
@@ -33,10 +34,14 @@ def _plain(value: Any) -> Any:
     return [_plain(inner) for inner in value] if isinstance(value, list | tuple) else value
 
 
-def measures_from_start(learner: TrainingConfig) -> bool:
-    """Whether a run looks at the weights that it started from: in its reference, or below its adapters."""
+def measures_from_start(learner: TrainingConfig, stage: StageConfig | None) -> bool:
+    """Whether a run looks at the weights that it started from: in its reference, or below its adapters.
+
+    Args:
+        stage: Of an offline one.
+    """
     refers = isinstance(learner, LearnerConfig) and learner.algorithm.needs_reference
-    return refers or learner.lora is not None
+    return refers or isinstance(stage, DpoConfig) or learner.lora is not None
 
 
 def sharded_apart(value: ValueConfig | None) -> bool | None:

@@ -384,6 +384,7 @@ def checkpoint_setup(experiment: LearnerExperiment | OfflineExperiment, start: s
     learner = experiment.learner
     layout = learner.parallel
     value = learner.value if isinstance(learner, LearnerConfig) else None
+    stage = experiment.stage if isinstance(experiment, OfflineExperiment) else None
     port = {"address"}  # a free one may be another at each start: that changes nothing
     told = experiment.model_dump_json(
         include={"model", "data", "stage", "buffer", "learner", "seed"},
@@ -405,7 +406,7 @@ def checkpoint_setup(experiment: LearnerExperiment | OfflineExperiment, start: s
         value_start=start_below_adapters(experiment),
         value_distributed_optimizer=sharded_apart(value),
         start=start,
-        needs_start=measures_from_start(learner),
+        needs_start=measures_from_start(learner, stage),
         shape=shape_of(experiment.model.path),
     )
 

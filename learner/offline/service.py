@@ -21,6 +21,8 @@ from learner.offline.reporting import OfflineReporter
 from learner.offline.stages import Stage, make_stage
 from learner.offline.trainer import Prepared, Trainer
 from learner.optimizer import make_trainable
+from learner.reference.fingerprint import fingerprint
+from learner.resuming import measures_from_start
 from learner.schedule import CheckpointSchedule
 from learner.service import (
     build,
@@ -91,7 +93,11 @@ def _assemble(experiment: OfflineExperiment, stop: StopFlag, stack: ExitStack) -
         reference = reference_of(trainable, learner, lambda: build(experiment, head=stage.head))
     trainer = Trainer(learner, stage, trainable, reference, steps)
     held_out = experiment.eval and _held_out(experiment, experiment.eval, encoder, stage, trainer)
-    checkpoints = Checkpoints(run_dir, learner.checkpoint.keep, checkpoint_setup(experiment))
+    start = None
+    if measures_from_start(learner, experiment.stage):
+        start = fingerprint(experiment.model, learner.init_from)
+    setup = checkpoint_setup(experiment, start)
+    checkpoints = Checkpoints(run_dir, learner.checkpoint.keep, setup)
     step = checkpoints.resume(trainable)
     if step:
         feed.seek(checkpoints.position(step))

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
@@ -25,7 +25,10 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from buffer.experiment import load
+from launch.resuming import check_checkpoint
 from learner import conversion
+from learner.offline.config import OfflineExperiment
 
 pytestmark = pytest.mark.slow
 
@@ -377,6 +380,19 @@ def test_a_killed_stage_goes_on_exactly(one):
         files = (one[n].folder / "run" / folder / "model.safetensors" for n in ("dpo", "resumed"))
         whole, resumed = map(load_file, files)
         assert all(torch.equal(whole[name], resumed[name]) for name in whole)
+
+
+def test_a_stage_that_measures_from_its_start_does_not_go_on_from_other_weights(one, tmp_path):
+    experiment = load(one["dpo"].job()["config"], [], OfflineExperiment)
+    assert check_checkpoint(experiment) > 0
+    other = tmp_path / "other"
+    shutil.copytree(experiment.model.path, other)
+    weights = load_file(other / "model.safetensors")
+    weights["model.norm.weight"] += 1
+    save_file(weights, other / "model.safetensors", {"format": "pt"})
+    moved = experiment.model_copy(update={"model": experiment.model.model_copy(update={"path": str(other)})})
+    with pytest.raises(ValueError, match=f"started from other weights than {other} has now"):
+        check_checkpoint(moved)
 
 
 def test_the_command_tells_a_bad_row_by_its_place_and_once_mended_trains_to_a_report(data, tmp_path):
