@@ -72,18 +72,18 @@ class Encoder:
         self._cuts = too_long == "cut"
         self._every_turn = every_turn
 
+    def renders(self, example: Example) -> bool:
+        """Whether the tokenizer can render rows like it at all."""
+        return isinstance(example.prompt, str) or self._tokenizer.chat_template is not None
+
     def encode(self, example: Example) -> Encoded:
         """
         Raises:
             PromptRefused: `too_long` when a response that it cannot do without does not fit; `bad_row` when
                 the prompt, or what stands between a conversation's answers, cannot be rendered.
-            ValueError: The tokenizer can render no row of chat messages, whatever is in it.
         """
-        if not isinstance(example.prompt, str) and self._tokenizer.chat_template is None:
-            raise ValueError(
-                f"{self._tokenizer.name_or_path}: the tokenizer has no chat template, and the rows have chat "
-                "messages; expected one in the model's folder (chat_template.jinja), or prompts of text"
-            )
+        if not self.renders(example):
+            raise PromptRefused("bad_row", "chat messages, and the tokenizer has no chat template")
         if self._every_turn and example.learned:
             return self._conversation(example)
         prompt = example.prompt if isinstance(example.prompt, str) else list(example.prompt)

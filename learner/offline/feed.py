@@ -4,7 +4,6 @@ import logging
 import random
 from collections import Counter
 from collections.abc import Iterable
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -78,9 +77,12 @@ class ExampleFeed:
             ValueError: It cannot be read, or no row like it can be trained on.
         """
         begun = self._rows.position
-        with suppress(PromptRefused):
-            for row in self._rows.take(1):
-                self._encoder.encode(row)
+        for row in self._rows.take(1):
+            if not self._encoder.renders(row):
+                raise ValueError(
+                    "the first row has chat messages, and the tokenizer has no chat template; expected one "
+                    "in the model's folder (chat_template.jinja), or prompts of text"
+                )
         self._rows.seek(begun)
 
     def next(self) -> Share:

@@ -146,10 +146,14 @@ def test_a_prompt_that_cannot_be_rendered_is_refused(tokenizer):
         encoder(tokenizer).encode(example(({"role": "user", "content": "a"},), "b"))
 
 
-def test_chat_rows_end_the_stage_where_the_tokenizer_has_no_template_for_any(tokenizer):
-    with pytest.raises(ValueError, match="the tokenizer has no chat template") as told:
-        encoder(tokenizer).encode(example(({"role": "user", "content": "a"},), "b"))
-    assert not isinstance(told.value, PromptRefused), "which is told of a single row"
+def test_a_chat_row_is_refused_where_the_tokenizer_has_no_template_and_told_from_one_of_text(tokenizer):
+    chat, of_text = example(({"role": "user", "content": "a"},), "b"), example("a", "b")
+    with pytest.raises(PromptRefused, match="bad_row: chat messages, and the tokenizer has no chat template"):
+        encoder(tokenizer).encode(chat)
+    assert not encoder(tokenizer).renders(chat)
+    assert encoder(tokenizer).renders(of_text)
+    tokenizer.chat_template = "{{ messages[0].content }}"
+    assert encoder(tokenizer).renders(chat)
 
 
 def test_a_tokenizer_without_an_end_mark_is_refused(tokenizer):

@@ -19,13 +19,16 @@ STAGE = make_stage(RewardConfig(kind="reward"))
 
 
 class Letters:
-    """Stands in for the encoder: a token a letter, `x` does not fit."""
+    """Stands in for the encoder: a token a letter, `x` does not fit, `!` is a row of chat messages."""
+
+    def renders(self, example: Example) -> bool:
+        return "!" not in example.prompt
 
     def encode(self, example: Example) -> Encoded:
         if "x" in example.prompt:
             raise PromptRefused("too_long", "x")
         if "!" in example.prompt:
-            raise ValueError("of every row")
+            raise PromptRefused("bad_row", "!")
         ids = [np.array([ord(c) for c in text], np.int32) for text in (example.prompt, *example.responses)]
         return Encoded(ids[0], tuple(ids[1:]), example.scores, cut=example.prompt == "c")
 
@@ -147,5 +150,9 @@ def test_the_first_row_is_looked_at_and_not_taken(as_rank, tmp_path):
     looked.check_first()
     assert [prompts(looked.next()) for _ in range(3)] == [prompts(other.next()) for _ in range(3)]
     feed(tmp_path, letters="x").check_first()  # one row that does not fit says nothing of the others
-    with pytest.raises(ValueError, match="of every row"):
-        feed(tmp_path, letters="!").check_first()
+    with pytest.raises(ValueError, match="the first row has chat messages, and the tokenizer has no chat"):
+        feed(tmp_path, letters="!!").check_first()
+    later = feed(tmp_path, letters="abcdefg!")
+    later.check_first()
+    found = [later.next() for _ in range(8)]
+    assert sum(share.counts["bad_row"] for share in found) >= 1, "one among others costs itself only"
