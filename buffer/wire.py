@@ -72,7 +72,10 @@ def decode_request(frame: Frame, run_id: str, key: str | None = None) -> Request
     request_id, header = ENVELOPE.open_request(frame)
     theirs = text(header, "run_id")
     if theirs != run_id:
-        raise WrongRun(f"run_id: this buffer serves run {run_id!r}, the client belongs to {theirs!r}")
+        raise WrongRun(
+            f"run_id: this buffer serves run {run_id!r}, the client belongs to {theirs!r}; "
+            "of two runs at once on one machine each has a buffer.address and a sync.address of its own"
+        )
     role = choice(header, "role", ROLES if key is None else ROLES_OF_KEY.get(key, ()))
     verb = choice(header, "verb", VERBS[role])
     return Request(request_id, role, text(header, "name"), theirs, verb, _fields(verb, header))

@@ -118,7 +118,8 @@ def stopping_line(history: History, failure: Failure | None) -> str:
     keeps = max(history.steps, default=0) > 0 and (failure is None or failure.service not in KEEPERS)
     what = f"{failure.service} {failure.reason}; stopping the others" if failure else "stopping"
     kept = ": the learner writes a checkpoint" if keeps else ""
-    return f"{what}{kept}; Ctrl-C {'twice' if failure else 'again'} ends everything at once"
+    again = "twice" if failure else "again"
+    return f"{what}{kept}, for {STOP_S['learner']:.0f} s at most; Ctrl-C {again} ends everything at once"
 
 
 def _ended_early(e: WholeExperiment, history: History, supervisor: Supervisor, role: str) -> Failure | None:

@@ -102,8 +102,11 @@ def run_stage(experiment: OfflineExperiment, command: str, console: Console) -> 
         ):
             failure = watch(supervisor, line)
             if failure or supervisor.interrupts:
-                line.say(stopping_line(history, failure))
-                supervisor.stop(line.update)
+                # Its only service that failed leaves nobody to stop.
+                if failure is None:
+                    line.say(stopping_line(history, failure))
+                for name in supervisor.stop(line.update):
+                    line.say(f"{name} did not end in time and was killed")
         return conclude(experiment, failure, supervisor.interrupts > 0, command, console)
 
 

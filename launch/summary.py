@@ -92,7 +92,7 @@ class Summary:
         moved = f"{self.first_score:.3f} → {self.last_score:.3f}" + _say(" ± {:.3f}", self.last_stderr)
         if self.target is None:
             return f"eval score {moved}"
-        if self.target_reached is None:
+        if self.target_reached is None or not self.finished:
             return f"eval score {moved} so far, target {self.target:g} still open"
         outcome = "REACHED" if self.target_reached else "NOT reached"
         return f"target {self.target:g} {outcome}: eval score {moved}"

@@ -4,7 +4,7 @@ import asyncio
 import logging
 import sys
 from collections.abc import Awaitable, Callable
-from contextlib import AsyncExitStack, closing
+from contextlib import AsyncExitStack, closing, suppress
 from functools import partial
 from pathlib import Path
 
@@ -12,7 +12,7 @@ import uvloop
 
 from buffer.client import FOR_EVER, BufferClient
 from buffer.dotted import resolve
-from buffer.errors import Refusal
+from buffer.errors import Refusal, Unreachable
 from buffer.experiment import ConfigError
 from buffer.keys import client_keys
 from buffer.recording import read_groups
@@ -35,6 +35,8 @@ from sync.sink import WeightSink
 
 logger = logging.getLogger(__name__)
 
+GREETING_S = 1.0
+"""How long an answer of the buffer is waited for before vLLM starts."""
 RENEW_S = 5.0
 """Between renewals; also how soon a server that is busy hears that its groups are not wanted any more."""
 
@@ -94,12 +96,26 @@ async def _serve(experiment: RolloutExperiment, name: str) -> None:
         starting = Stillness(experiment.logging.stalled_s)
         stack.callback(starting.end)
         starting.see("starting")
+        await _greet(experiment, name)
         logger.info("rollout server %s starts vLLM with %s: half a minute or so", name, experiment.model.path)
         engine = _engine(experiment, name)
         stack.push_async_callback(engine.close)
         with spared_terminal(logs / f"{name}.vllm.log"):
             await engine.start()
         await serve_with(experiment, name, engine, rewards, renderer, plans)
+
+
+async def _greet(experiment: RolloutExperiment, name: str) -> None:
+    """A buffer that is there already and is another run's, or has other keys, is told of before vLLM starts.
+
+    Raises:
+        WrongRun: It is.
+    """
+    keys = client_keys(experiment.security.keys, "rollout", "buffer")
+    address, run = experiment.buffer.address, experiment.name
+    async with BufferClient(address, "observer", run, f"{name}-greeting", GREETING_S, keys) as buffer:
+        with suppress(Unreachable):  # it may come later; then it is waited for
+            await buffer.status()
 
 
 async def serve_with(

@@ -93,7 +93,10 @@ class Control:
             self._router.bind(numeric(self._address))
         except zmq.ZMQError as error:
             self._context.destroy(linger=0)
-            raise ValueError(f"sync.address {self._address}: cannot listen there: {error}") from None
+            raise ValueError(
+                f"sync.address {self._address}: cannot listen there: {error}; "
+                "stop who listens there, or set another"
+            ) from None
         self._wake_out = self._context.socket(zmq.PAIR)
         self._wake_out.setsockopt(zmq.RCVHWM, 0)
         self._wake_out.bind("inproc://wake")

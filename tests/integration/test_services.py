@@ -129,6 +129,17 @@ def test_server_then_buffer_then_learner_and_a_second_server_joins_during_the_ru
     assert json.loads(lines[-1])["groups"] > 0, "it works beside the first"
 
 
+def test_a_server_that_meets_another_runs_buffer_says_so_before_vllm_starts(experiment):
+    folder = experiment("other-run")
+    with services(folder) as s:
+        s.start("buffer")
+        s.says("buffer", "waiting for the learner and for rollout servers")
+        s.start("rollout", "stranger", "name=another")
+        assert s.running.pop("stranger").wait(60) == 1
+        assert "this buffer serves run 'other-run', the client belongs to 'another'" in s.log("stranger")
+        assert "starts vLLM" not in s.log("stranger")
+
+
 def test_ranks_whose_torchrun_is_killed_stop_too(experiment):
     folder = experiment("torchrun-killed")
     with services(folder) as s:

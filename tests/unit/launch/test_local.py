@@ -152,7 +152,9 @@ def test_an_interrupt_stops_cleanly_and_says_how_to_resume(start, tmp_path):
     code, output = start(STAYS, STAYS)
     thread.join()
     assert code == 130
-    assert "stopping; Ctrl-C again ends everything at once" in output, "there is no step yet to keep"
+    assert "stopping, for 180 s at most; Ctrl-C again ends everything at once" in output, (
+        "there is no step yet to keep"
+    )
     assert "There is no checkpoint yet. To start again: slipstream run it.yaml" in output
     (tmp_path / "run" / "checkpoints" / "step-000001").mkdir(parents=True)
     (tmp_path / "run" / "checkpoints" / "step-000001" / "meta.json").write_text("{}")

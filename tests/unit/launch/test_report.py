@@ -1,5 +1,6 @@
 import json
 import struct
+from dataclasses import replace
 
 import pytest
 
@@ -55,6 +56,12 @@ def test_an_unfinished_run_is_not_judged(make_run):
     summary = write_report(make_run(steps=13))
     assert summary.target_reached is None
     assert "still open" in summary.text()
+
+
+def test_a_run_that_goes_on_is_not_judged_by_an_evaluation_of_its_newest_version(make_run):
+    text = replace(summarize(make_run(last_score=0.6)), total_steps=1000).text()
+    assert "eval score 0.200 → 0.600" in text
+    assert "so far, target 0.8 still open" in text
 
 
 def test_a_run_without_a_step_still_has_a_summary(make_run):
