@@ -18,6 +18,8 @@ from typing import Any
 
 from record import write_result
 
+from rollout.rewards import exact_number
+
 HOME = Path(__file__).parents[1]
 
 
@@ -53,6 +55,8 @@ def rl(run_dir: Path) -> dict[str, Any]:
     with (run_dir / "eval.jsonl").open() as file:
         for row in map(json.loads, file):
             if row["kind"] == "completion":
+                # Where the rule is no reward, what it would have said.
+                row["reward_parts"].setdefault("answer", exact_number(row["completion"], row))
                 versions[row["version"]].append(row)
     first, last = min(versions), max(versions)
     return {
