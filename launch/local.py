@@ -115,11 +115,12 @@ def watch(e: WholeExperiment, history: History, supervisor: Supervisor, screen: 
 
 def stopping_line(history: History, failure: Failure | None) -> str:
     """Why, and what is waited for: a checkpoint needs a step, the learner and its value model."""
-    keeps = max(history.steps, default=0) > 0 and (failure is None or failure.service not in KEEPERS)
+    stays = failure is None or failure.service not in KEEPERS
+    keeps = stays and max(history.steps, default=0) > 0
     what = f"{failure.service} {failure.reason}; stopping the others" if failure else "stopping"
     kept = ": the learner writes a checkpoint" if keeps else ""
-    again = "twice" if failure else "again"
-    return f"{what}{kept}, for {STOP_S['learner']:.0f} s at most; Ctrl-C {again} ends everything at once"
+    most = f", for {STOP_S['learner']:.0f} s at most" if stays else ""
+    return f"{what}{kept}{most}; Ctrl-C {'twice' if failure else 'again'} ends everything at once"
 
 
 def _ended_early(e: WholeExperiment, history: History, supervisor: Supervisor, role: str) -> Failure | None:

@@ -95,6 +95,12 @@ def device() -> torch.device:
     )
 
 
+def is_of_others(error: RuntimeError) -> bool:
+    """Whether a collective failed for want of another rank. NCCL has errors of its own for that, gloo plain
+    ones that name its source."""
+    return isinstance(error, dist.DistError) or "gloo" in str(error)
+
+
 def rank() -> int:
     return dist.get_rank()
 

@@ -79,6 +79,12 @@ def run(experiment: LearnerExperiment) -> None:
     except (ValueError, NoBatch, OSError, SyncError) as error:
         logger.error("the learner stops: %s", error)
         sys.exit(1)
+    except RuntimeError as error:
+        if not parallel.is_of_others(error):
+            raise
+        # Which of them is gone, and of what, torchrun tells.
+        logger.error("the learner stops: its other ranks are not heard any more: %s", error)
+        sys.exit(1)
 
 
 def serve(experiment: LearnerExperiment, connect: Connect, open_sender: OpenSender) -> None:

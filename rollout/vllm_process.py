@@ -183,7 +183,7 @@ def thread_binding(cores: str | None, ranks: int, allowed: Sequence[int]) -> str
 
 
 def first_line(error: BaseException) -> str:
-    if isinstance(error, ValidationError):  # whose own first line counts its mistakes
-        return str(error.errors()[0]["msg"])
-    lines = str(error).strip().splitlines()
+    # A ValidationError's own first line counts its mistakes.
+    told = str(error.errors()[0]["msg"]) if isinstance(error, ValidationError) else str(error)
+    lines = told.strip().splitlines()
     return lines[0] if lines else type(error).__name__

@@ -48,6 +48,11 @@ def run(serve: Callable[[], None], whose: str) -> None:
     except (Refusal, ValueError, OSError) as error:
         logger.error("the %s stops: %s", whose, error)
         sys.exit(1)
+    except RuntimeError as error:
+        if not parallel.is_of_others(error):
+            raise
+        logger.error("the %s stops: its other ranks are not heard any more: %s", whose, error)
+        sys.exit(1)
 
 
 def serve(

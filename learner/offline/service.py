@@ -49,6 +49,12 @@ def run(experiment: OfflineExperiment) -> None:
     except (ValueError, OSError) as error:
         logger.error("the stage stops: %s", error)
         sys.exit(1)
+    except RuntimeError as error:
+        if not parallel.is_of_others(error):
+            raise
+        # Which of them is gone, and of what, torchrun tells.
+        logger.error("the stage stops: its other ranks are not heard any more: %s", error)
+        sys.exit(1)
 
 
 def serve(experiment: OfflineExperiment) -> None:

@@ -10,8 +10,10 @@ import random
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 import yaml
@@ -430,3 +432,25 @@ def test_a_stage_whose_rows_teach_nothing_is_no_success(data, tmp_path):
     assert "not one of 2 steps changed the weights" in ended.stdout
     assert "Traceback" not in ended.stdout
     assert not (run.folder / "run/model").exists()
+
+
+def test_a_killed_rank_is_told_in_lines_and_not_by_the_others_traceback(data, tmp_path):
+    run = Run(tmp_path / "lost", data, "sft", steps=100_000)
+    run.experiment["learner"]["processes"] = 2
+    command = [str(Path(sys.executable).with_name("slipstream")), "sft", run.job()["config"]]
+    with (tmp_path / "told").open("wb") as told:
+        stage = subprocess.Popen(command, stdout=told, stderr=told)
+    rows = run.folder / "run/metrics.jsonl"
+    while not rows.exists() or rows.read_bytes().count(b"\n") < 3:
+        assert stage.poll() is None, (tmp_path / "told").read_text()
+        time.sleep(0.1)
+    ranks = [
+        p for p in psutil.Process(stage.pid).children(recursive=True) if "learner.offline" in p.cmdline()
+    ]
+    (victim,) = (p for p in ranks if p.environ().get("RANK") == "1")
+    victim.kill()
+    assert stage.wait(60) == 1
+    output = (tmp_path / "told").read_text()
+    assert "rank 1 was ended by SIGKILL" in output
+    assert "its other ranks are not heard any more" in output
+    assert "Traceback" not in output
