@@ -51,9 +51,10 @@ class Services:
         """Name → the start of its command: a program that ends by becoming the service, such as `env`."""
 
     def start(self, service: str, name: str | None = None, *more: str) -> None:
-        words = [w.replace("configs/demo.yaml", "experiment.yaml") for w in commands()[service]]
+        own = {"configs/demo.yaml": "experiment.yaml", "run_dir=runs/three": "run_dir=run"}
+        words = [own.get(word, word) for word in commands()[service]]
         if name:
-            words = [w.replace("server-0", name) for w in words]
+            words = [name if word == "server-0" else word for word in words]
         name = name or service
         with (self.folder / f"{name}.log").open("ab") as log:
             self.running[name] = subprocess.Popen(
