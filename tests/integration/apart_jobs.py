@@ -61,7 +61,13 @@ class Job:
         """As the supervisor does."""
         assert self.process is not None
         self.signal(signal.SIGTERM)
-        return self.process.wait(60)
+        try:
+            return self.process.wait(60)
+        except subprocess.TimeoutExpired:
+            # Only the stacks of its ranks can tell why.
+            self.process.send_signal(signal.SIGUSR2)
+            time.sleep(2)
+            raise AssertionError(f"SIGTERM did not end it:\n{self.log[-16000:]}") from None
 
     def kill(self) -> None:
         """torchrun first: it would look after its ranks."""
