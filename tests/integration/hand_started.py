@@ -88,8 +88,13 @@ class Services:
         process.wait()
 
     def rows(self) -> list[dict]:
-        path = self.folder / "run/metrics.jsonl"
-        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+        return rows_in(self.folder / "run/metrics.jsonl")
+
+
+def rows_in(metrics: Path) -> list[dict]:
+    """Those that are whole: a learner may be writing another."""
+    text = metrics.read_text() if metrics.exists() else ""
+    return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
 
 
 class Processes:

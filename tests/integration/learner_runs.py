@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from hand_started import rows_in
 from safetensors.torch import load_file, save_file
 
 from learner.config import LearnerExperiment
@@ -81,7 +82,7 @@ class Run:
 
     @property
     def rows(self):
-        return [json.loads(line) for line in (self.folder / "run/metrics.jsonl").read_text().splitlines()]
+        return rows_in(self.folder / "run/metrics.jsonl")
 
     @property
     def weights(self):
@@ -196,8 +197,7 @@ class Learning:
         return log.read_text().count(text) if log.exists() else 0
 
     def made(self, steps: int) -> None:
-        path = self.run.folder / "run/metrics.jsonl"
-        self.until(lambda: path.exists() and len(self.run.rows) == steps)
+        self.until(lambda: len(self.run.rows) == steps)
 
     def open(self, index: int) -> None:
         (self.run.folder / f"out/open-{index}").touch()

@@ -4,6 +4,7 @@ So it starts in seconds, and whatever happens on its wires happens to real lease
 """
 
 import json
+import os
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from hand_started import Services, assert_trained_once, loaded_versions, services
+from hand_started import Processes, Services, assert_trained_once, loaded_versions, services
 
 from buffer.recording import append_groups
 from buffer.records import Group, Trajectory
@@ -163,6 +164,14 @@ class Faults:
 
     def signal(self, name: str, number: signal.Signals) -> None:
         self.running.running[name].send_signal(number)
+
+    def kill_learner(self) -> None:
+        """Its ranks, with -9: torchrun ends of that."""
+        torchrun = self.running.running.pop("learner")
+        for pid, kind in Processes(self.running.folder).all().items():
+            if kind == "learner rank":
+                os.kill(pid, signal.SIGKILL)
+        assert torchrun.wait(60) != 0
 
     def stop(self, name: str) -> None:
         """As Ctrl-C does; it must end well, which for torchrun is to tell of the signal."""

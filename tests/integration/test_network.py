@@ -50,6 +50,8 @@ def run(make_experiment, free_address) -> Iterator[Run]:
         "network",
         buffer={"address": f"tcp://{LEFT}:5701"},
         sync={"address": f"tcp://{LEFT}:5702", "shared_memory": False},
+        # A learner that is killed makes no version again that anybody has.
+        learner={"checkpoint": {"every": 1, "keep": 2, "export": False}},
         security={"keys": "keys"},
     )
     make_keys(folder / "keys")
@@ -71,6 +73,12 @@ def run(make_experiment, free_address) -> Iterator[Run]:
             yield Run(faults, wire)
 
 
+def stop_within_a_bucket(run: Run) -> None:
+    """The wire is cut when a part of one has gone over it."""
+    run.wire.become(cut_behind=(600_000, 1 << 60))
+    run.faults.running.until(run.wire.is_cut)
+
+
 def test_delayed_repeated_reordered_and_dropped_frames_change_nothing(run):
     run.wire.become(delay_s=0.01, repeated=0.2, late=0.2, dropped=0.02)
     before = len(run.faults.loaded("far"))
@@ -84,12 +92,40 @@ def test_delayed_repeated_reordered_and_dropped_frames_change_nothing(run):
 
 
 def test_a_long_cut_within_a_publish_costs_its_deadlines(run):
-    run.wire.become(cut_behind=(600_000, 1 << 60))
-    run.faults.running.until(run.wire.is_cut)
+    stop_within_a_bucket(run)
     run.go_on_cut()
     assert run.faults.told("learner", "evicted far") == 1
     assert run.faults.told("learner", "publish interrupted") >= 1
     run.heal()
+
+
+def test_a_server_that_is_killed_within_a_bucket_is_missed_at_once_and_comes_back(run):
+    told = {text: run.faults.told("learner", text) for text in ("evicted far", "publish interrupted")}
+    stop_within_a_bucket(run)
+    run.faults.running.kill("far")
+    run.wire.become()
+    assert run.faults.steps(3) < LONGEST_STEP_S
+    assert {text: run.faults.told("learner", text) - before for text, before in told.items()} == {
+        "evicted far": 1,
+        "publish interrupted": 1,
+    }
+    run.faults.start_server("far", "rollout.recorded=heavy")
+    run.heal()
+
+
+def test_a_learner_that_is_killed_within_a_bucket_publishes_that_version_again(run):
+    stop_within_a_bucket(run)
+    version = run.faults.version
+    known = {name: max(run.faults.loaded(name)) for name in ("near", "far")}
+    assert max(known.values()) <= version
+    run.faults.kill_learner()
+    run.wire.become()
+    run.faults.running.start("learner")
+    run.faults.steps(3, within_s=170)
+    assert "resumed from run/checkpoints/" in run.faults.running.log("learner")
+    for name in known:
+        run.faults.takes_the_current_version(name)
+    run.faults.delivers_again("far")
 
 
 def test_a_long_cut_within_a_delivery_loses_and_doubles_no_group(run):
