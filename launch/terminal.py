@@ -1,8 +1,8 @@
-"""The terminal that a command prints on, which may go away before the command has ended."""
+"""The terminal or pipe that a command prints on, which may go away before the command has ended."""
 
 import errno
 import os
-import stat
+import signal
 import sys
 from typing import Any, TextIO
 
@@ -14,7 +14,8 @@ WIDE = 160
 
 def open_console(wide: bool = False) -> Console:
     """Standard output. A run must not end at once because the window that it was started in was closed: the
-    hang-up's signal stops it in order, and what it says meanwhile goes nowhere.
+    hang-up's signal stops it in order, and what it says meanwhile goes nowhere. Nor because the program that
+    read its output has ended (`slipstream run C | head`): that stops it as a hang-up does.
 
     Args:
         wide: Whether tables are printed that 80 columns are too few for.
@@ -49,11 +50,15 @@ class _UntilHangUp:
             self._leave(error)
 
     def _leave(self, error: OSError) -> None:
-        """Put the null device in the terminal's place, so that what is buffered can leave at the end too."""
-        if error.errno != errno.EIO:
+        """Put the null device in its place, so that what is buffered can leave at the end too."""
+        unread = error.errno == errno.EPIPE and callable(signal.getsignal(signal.SIGHUP))
+        if error.errno != errno.EIO and not unread:
             raise error
-        null = os.open(os.devnull, os.O_WRONLY)
+        gone, null = os.fstat(self._stream.fileno()), os.open(os.devnull, os.O_WRONLY)
         for number in (1, 2):
-            if stat.S_ISCHR(os.fstat(number).st_mode):
+            if os.path.samestat(os.fstat(number), gone):
                 os.dup2(null, number)
         os.close(null)
+        if unread:
+            print("nobody reads what this command prints any more", file=sys.stderr, flush=True)
+            signal.raise_signal(signal.SIGHUP)
