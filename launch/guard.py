@@ -7,7 +7,8 @@ torchrun's ranks are), so that it can find and end them all:
 - SIGTERM is passed on: to the service when FORWARD is `service`, to the service's children when it is
   `children` (torchrun answers SIGTERM with a 30 s deadline for its ranks; told directly, they take the
   time they need);
-- SIGUSR1, which the kernel also sends when the supervisor dies by whatever means, kills everything at once;
+- SIGUSR1, which the kernel also sends when the supervisor dies by whatever means, kills everything at once,
+  but for what Python starts beside processes to take away the shared memory that they leave;
 - when the service ends, what it left behind is ended and the guard exits with the service's code.
 
 Stdlib only and run by path, so that it costs little to start. Linux only.
@@ -19,6 +20,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
@@ -28,7 +30,7 @@ LEFTOVER_DEADLINE_S = 5.0
 def main(parent: int, forward: str, command: list[str]) -> int:
     early: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, _: early.append(number))
-    signal.signal(signal.SIGUSR1, lambda *_: end_all(signal.SIGKILL))
+    signal.signal(signal.SIGUSR1, lambda *_: end_all(signal.SIGKILL, but=is_tracker))
     _prctl(PR_SET_CHILD_SUBREAPER, 1)
     _prctl(PR_SET_PDEATHSIG, signal.SIGUSR1)
     if os.getppid() != parent:
@@ -79,13 +81,22 @@ def end_leftovers() -> None:
             end_all(signal.SIGKILL)
 
 
-def end_all(number: int) -> None:
-    """Signal every descendant; for SIGKILL again until no new ones show up."""
+def end_all(number: int, but: Callable[[int], bool] = lambda _: False) -> None:
+    """Signal every descendant that is to end; for SIGKILL again until no new ones show up."""
     seen: set[int] = set()
-    while fresh := [pid for pid in descendants() if pid not in seen]:
+    while fresh := [pid for pid in descendants() if pid not in seen and not but(pid)]:
         for pid in fresh:
             _kill(pid, number)
         seen.update(fresh)
+
+
+def is_tracker(pid: int) -> bool:
+    """Whether a process is multiprocessing's tracker of resources, which ends soon after those it is of."""
+    try:
+        with open(f"/proc/{pid}/cmdline", "rb") as file:
+            return b"multiprocessing.resource_tracker" in file.read()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
 
 
 def descendants() -> list[int]:

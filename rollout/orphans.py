@@ -43,8 +43,15 @@ def children_without_ctrl_c() -> Iterator[None]:
     A terminal sends Ctrl-C to everything in front of it. An engine that dies of it answers no more, just when
     its server has leases to hand back.
     """
-    # Python starts it with the first process of multiprocessing, and lets the signal through again then.
+    # Python starts it with the first process of multiprocessing, and lets the signal through again then. What
+    # it takes away behind an engine that was killed is no news, least of all as a log's last words.
+    warnings = os.environ.get("PYTHONWARNINGS")
+    os.environ["PYTHONWARNINGS"] = ",".join(filter(None, (warnings, "ignore:resource_tracker")))
     resource_tracker.ensure_running()
+    if warnings is None:
+        del os.environ["PYTHONWARNINGS"]
+    else:
+        os.environ["PYTHONWARNINGS"] = warnings
     over = threading.Event()
     # Children inherit the thread's mask; another thread still takes the signal for this process.
     listener = threading.Thread(target=over.wait, name="takes-signals", daemon=True)
@@ -73,11 +80,21 @@ def marked(mark: str) -> list[int]:
     return found
 
 
+def is_tracker(pid: int) -> bool:
+    """Whether a process is the one that Python starts beside others to take away what they leave."""
+    try:
+        return b"multiprocessing.resource_tracker" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return False  # gone by now
+
+
 def main(mark: str) -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     sys.stdin.buffer.read()
-    while pids := marked(mark):  # again, for what one of them was just starting
+    # Again, for what one of them was just starting. But their tracker of resources: with them gone it takes
+    # away the shared memory that they left, and ends.
+    while pids := [pid for pid in marked(mark) if not is_tracker(pid)]:
         for pid in pids:
             try:
                 os.kill(pid, signal.SIGKILL)

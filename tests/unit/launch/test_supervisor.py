@@ -47,6 +47,13 @@ WITH_GRANDCHILD = """
     print("grandchild", child.pid, flush=True)
     time.sleep(600)
 """
+SHARES_MEMORY = """
+    import time
+    from multiprocessing.shared_memory import SharedMemory
+    shared = SharedMemory(create=True, size=1 << 20)
+    print("shared", shared.name, flush=True)
+    time.sleep(600)
+"""
 LEAVES_GRANDCHILD = WITH_GRANDCHILD.replace("time.sleep(600)\n", "sys.exit(0)\n")
 
 
@@ -121,6 +128,14 @@ def test_a_service_that_ignores_sigterm_is_killed_after_its_deadline(tmp_path):
         assert supervisor.stop(lambda: ticks.append(time.monotonic())) == ["deaf"]
         assert ticks[-1] - ticks[0] >= DEADLINES_S["first"] * 0.8
         assert supervisor.states() == {"deaf": "lost", "good": "ended"}
+
+
+def test_the_shared_memory_of_a_service_goes_with_it_when_all_is_killed_at_once(tmp_path):
+    with Supervisor([scripted("sharing", "first", SHARES_MEMORY)], tmp_path, DEADLINES_S):
+        wait_for(lambda: said(tmp_path, "sharing", "shared"))
+        shared = Path("/dev/shm", (tmp_path / "sharing.log").read_text().split()[1])
+        assert shared.exists()
+    assert not shared.exists()
 
 
 def test_roles_stop_one_after_the_other(tmp_path):

@@ -54,6 +54,31 @@ def test_the_guard_ends_the_children_of_a_killed_server_and_then_itself():
         bystander.wait()
 
 
+SHARING = """
+import os, sys, time
+from multiprocessing.shared_memory import SharedMemory
+from rollout.orphans import children_without_ctrl_c, start_guard
+guard = start_guard()
+with children_without_ctrl_c():
+    shared = SharedMemory(create=True, size=1 << 20)
+    print(shared.name, flush=True)
+    time.sleep(300)
+"""
+
+
+def test_shared_memory_of_a_killed_server_is_taken_away_without_a_word():
+    server = subprocess.Popen(
+        [sys.executable, "-c", SHARING], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert server.stdout is not None
+    shared = Path("/dev/shm", server.stdout.readline().strip())
+    assert shared.exists()
+    server.kill()
+    _, told = server.communicate(timeout=30)  # until the last of them has closed what it would say it in
+    assert not shared.exists()
+    assert told == ""
+
+
 CTRL_C = """
 import multiprocessing.resource_tracker, os, signal, subprocess, sys, time
 from rollout.orphans import children_without_ctrl_c
