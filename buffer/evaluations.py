@@ -7,6 +7,7 @@ nor doubles a line.
 """
 
 import json
+import logging
 import os
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,8 @@ from buffer.ledger import Ledger
 from buffer.pass_rate import rates
 from buffer.prompts import Row
 from buffer.records import Group, Trajectory
+
+logger = logging.getLogger(__name__)
 
 EVALUATIONS = "eval.jsonl"
 """In the run's folder: of each version its completions, and then a line of its score."""
@@ -141,6 +144,8 @@ class Evaluations:
                 if error.errno not in OUT:
                     raise
                 return False  # the next transaction tries again
+            told = "no prompt was scored" if summary["score"] is None else f"score {summary['score']:.3f}"
+            logger.info("evaluation of version %d: %s", version, told)
             self._database.run("UPDATE evals SET state = 'written' WHERE version = ?", version)
             self._database.run("DELETE FROM eval_groups WHERE version = ?", version)
             self._database.run("DELETE FROM prompts WHERE kind = 'eval' AND epoch = ?", version)

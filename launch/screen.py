@@ -208,7 +208,7 @@ def step_line(e: WholeExperiment, history: History, record: Record) -> str:
         _part(record, "reward/mean", "reward {:.3f}"),
         _part(record, "staleness/mean", "staleness {:.2f}"),
         _part(record, "rho/mean", "ρ {:.3f}"),
-        _part(record, "time/wait_batch", "waited {:.1f} s"),
+        _part(record, "time/wait_batch", "learner waited {:.1f} s"),
         _part(record, "time/publish", "publish {:.1f} s"),
         f"{clock(left)} left" if left else "",
     ]

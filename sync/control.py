@@ -124,14 +124,10 @@ class Control:
         for member in members:
             logger.warning("sync: evicted %s: %s", member.name, reason)
             self.members.evict(member, reason)
-        if members:
-            self._tell_if_nobody_is_left(logging.WARNING)
+        if members and not self.members.all():
+            logger.warning("sync: no rollout server is left: the learner waits for one to join")
         self.send(members, Evict(reason))
         self.changed.notify_all()
-
-    def _tell_if_nobody_is_left(self, level: int) -> None:
-        if not self.members.all():
-            logger.log(level, "sync: no rollout server is left: the learner waits for one to join")
 
     def wait(self, done: Callable[[], bool], timeout_s: float) -> bool:
         """Block until `done` (called under `changed`) holds or the time is up; whether it holds.
@@ -260,7 +256,8 @@ class Control:
             case Leave():
                 logger.info("sync: %s left", member.name)
                 self.members.evict(member, LEFT)
-                self._tell_if_nobody_is_left(logging.INFO)
+                if not self.members.all():
+                    logger.info("sync: no rollout server is left")  # as at the end of every run
             case Beat():
                 self.tally.hear(member.name, message.counts)
             case _:

@@ -301,7 +301,8 @@ def test_data_is_not_exhausted_while_a_lease_may_still_fill_the_batch(bench, gro
     assert b.batch(0) is None
 
 
-def test_evaluation_goes_first_and_is_never_trained(bench, group):
+def test_evaluation_goes_first_and_is_never_trained(bench, group, caplog):
+    caplog.set_level("INFO")
     b = bench(rows=40, eval_rows=2)
     b.do(lambda s: s.published(0))
     leases = b.lease(3)
@@ -320,9 +321,11 @@ def test_evaluation_goes_first_and_is_never_trained(bench, group):
     assert len(lines) == 5
     assert json.loads(lines[-1]) == {"kind": "score", "version": 0, "final": False, **results}
     assert '"completion": "completion 1"' in lines[1]
+    assert "evaluation of version 0: score 0.750" in caplog.text, "whoever started the services reads logs"
 
 
-def test_an_evaluation_whose_prompts_were_all_dropped_has_no_score(bench):
+def test_an_evaluation_whose_prompts_were_all_dropped_has_no_score(bench, caplog):
+    caplog.set_level("INFO")
     b = bench(rows=40, eval_rows=1)
     b.do(lambda s: s.published(0))
     (lease,) = b.lease(1)
@@ -331,6 +334,7 @@ def test_an_evaluation_whose_prompts_were_all_dropped_has_no_score(bench):
     assert told == {
         "kind": "score", "version": 0, "final": False, "score": None, "prompts": 1, "completions": 0,
     }  # fmt: skip
+    assert "evaluation of version 0: no prompt was scored" in caplog.text
 
 
 def test_an_evaluated_version_stays_the_newest_until_it_is_evaluated(bench, group):
