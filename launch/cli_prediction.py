@@ -38,6 +38,8 @@ def generate(
     from buffer.experiment import FilesSource
     from launch import prediction
 
+    if output.is_dir():
+        raise ValueError(f"{output}: a folder; expected the file that is to be written")
     if top_p == 0:
         raise ValueError("--top-p: expected more than 0; greedy is --temperature 0")
     experiment = prediction.read(config, overrides or [], model)
@@ -60,6 +62,8 @@ def evaluate(
 
     experiment = prediction.read(config, overrides or [], model)
     folder = output or Path(experiment.run_dir) / "evaluation"
+    if folder.is_file():
+        raise ValueError(f"--output {folder}: a file; expected a folder")
     with _resumable(folder):
         prediction.evaluate(experiment, folder, open_console())
 

@@ -94,6 +94,8 @@ def test_a_plan_takes_less_than_two_seconds_and_says_by_its_exit_code_whether_it
             ("evaluate", "configs/demo.yaml", "--model", "/nowhere"),
             "override model.path=/nowhere: no config.json",
         ),
+        (("evaluate", "configs/demo.yaml", "--output", "README.md"), "README.md: a file; expected a folder"),
+        (("generate", "configs/demo.yaml", "README.md", "."), ".: a folder; expected the file that is to be"),
         (("run", "nowhere.yaml"), "nowhere.yaml: no such file"),
         (("run", "configs"), "configs"),
         (("scorer", "configs/judged.yaml"), "Missing option '--name'"),
