@@ -97,6 +97,9 @@ class Child:
         code = self.code
         assert code is not None
         reason = ended(128 - code if code - 128 in set(signal.Signals) else code)
+        if not self.log.exists():
+            reason += f"; {self.log.parent}/ is not there any more: did somebody remove the run's folder?"
+            return Failure(self.service.name, reason, [], self.log, None)
         if shutil.disk_usage(self.log.parent).free < FULL_BYTES:
             reason += "; the disk of its log is full, which may be why"
         lines = last_lines(self.log, self.offset)

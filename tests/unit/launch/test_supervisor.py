@@ -101,6 +101,17 @@ def test_the_first_failure_is_told_with_its_last_lines_and_the_rest_is_ended(tmp
     assert said(tmp_path, "good", "ends well")
 
 
+def test_a_service_whose_folder_was_removed_under_it_fails_with_that_reason(tmp_path):
+    logs = tmp_path / "run/logs"
+    removing = scripted("broken", "first", f"import shutil; shutil.rmtree({str(logs.parent)!r}); exit(3)")
+    with Supervisor([removing], logs, DEADLINES_S) as supervisor:
+        wait_for(lambda: not supervisor.running)
+        failure = supervisor.check()
+    assert failure is not None
+    assert "run/logs/ is not there any more" in failure.reason
+    assert failure.lines == []
+
+
 def test_a_signal_names_itself_in_the_failure(tmp_path):
     with Supervisor([scripted("killed", "first", OBEDIENT)], tmp_path, DEADLINES_S) as supervisor:
         wait_for(lambda: said(tmp_path, "killed", "up"))
