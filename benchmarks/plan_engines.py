@@ -5,11 +5,13 @@
 Real runs of two steps on CPU: a rollout server, a reward model's scorer, and a learner that publishes and
 writes checkpoints. What the libraries of a process take the plan assumes, and nobody can tell it from the
 rest; so runs are compared that differ in one thing, the layers of the models or the size of the caches, and
-what that adds to a process by plan is held against what it adds to the memory that is the process's own or
-shared (RssAnon and RssShmem, the highest of looks 50 ms apart). Writes benchmarks/results/plan_engines.json.
+what that adds to a process by plan is held against what it adds to the process's memory (RssAnon, the highest
+of looks 50 ms apart; of the learner with the version that it shares, RssShmem). Writes
+benchmarks/results/plan_engines.json.
 """
 
 import json
+import os
 import shutil
 import threading
 from collections import defaultdict
@@ -92,11 +94,12 @@ def looks() -> Iterator[dict[str, int]]:
         while not over.wait(LOOK_S):
             for pid in descendants():
                 try:
-                    kind, size = _kind_of(pid), _own_bytes(pid)
+                    kind = _kind_of(pid)
+                    size = _status(pid, "RssAnon") + (_status(pid, "RssShmem") if kind == "learner" else 0)
                 except OSError:
                     continue  # it has ended
                 if kind:
-                    most[kind] = max(most[kind], size)
+                    most[kind] = max(most[kind], size << 10)
 
     watcher = threading.Thread(target=look)
     watcher.start()
@@ -109,18 +112,14 @@ def looks() -> Iterator[dict[str, int]]:
 
 def _kind_of(pid: int) -> str:
     words = _words(pid)
-    if words[0].startswith("VLLM::EngineCore"):
-        of_scorer = "rollout.scorer" in _words(_status(pid, "PPid"))
-        return KINDS["scorer helpful rank" if of_scorer else "rollout server rank"]
+    if words[0].startswith("VLLM::Worker"):
+        service = _words(_status(_status(pid, "PPid"), "PPid"))  # whose child is the engine's core
+        return KINDS["scorer helpful rank" if "rollout.scorer" in service else "rollout server rank"]
     return "learner" if words[1:4] == ["-u", "-m", "learner"] else ""
 
 
 def _words(pid: int) -> list[str]:
     return Path(f"/proc/{pid}/cmdline").read_text(errors="replace").split("\0")
-
-
-def _own_bytes(pid: int) -> int:
-    return (_status(pid, "RssAnon") + _status(pid, "RssShmem")) << 10
 
 
 def _status(pid: int, field: str) -> int:
@@ -139,6 +138,8 @@ def compare(base: dict[str, Any], other: dict[str, Any]) -> dict[str, dict[str, 
 
 
 def main() -> None:
+    # Large blocks go back to the kernel when they are freed: resident memory is then what is in use.
+    os.environ["MALLOC_MMAP_THRESHOLD_"] = "65536"
     runs: dict[str, dict[str, Any]] = {}
     for name in LAYERS:
         e = experiment_of(name)

@@ -4,9 +4,10 @@
 
 Made models on CPU. Each rank is a fresh process that makes its model, an optimizer where it trains one, and
 two real updates on groups as long as the config allows, as the learner does, or the ranks of a value model;
-ranks of the reference make two passes. Measured is the peak of resident memory during the second (VmHWM,
-reset before it) beyond what the process held before it made the model; predicted is the plan's total without
-the share it assumes for that. Writes benchmarks/results/plan_memory.json.
+then it writes a checkpoint. Ranks of the reference make two passes. Measured is the peak of resident memory
+during the second and during the checkpoint (VmHWM, reset before each) beyond what the process held before it
+made the model; predicted is the plan's total at that moment without the share it assumes for that. Writes
+benchmarks/results/plan_memory.json.
 """
 
 import importlib
@@ -82,10 +83,11 @@ def resident(field: str) -> int:
 
 
 def measure(folder: Path, name: str) -> None:
-    """One rank: writes the bytes it took to `rank-N`."""
+    """One rank: writes to `rank-N` the bytes that it took, by moment."""
     import torch
 
     from learner import parallel
+    from learner.checkpoint_parts import save_part
     from learner.config import LearnerExperiment
 
     fields = experiment_of(name, str(folder))
@@ -96,13 +98,25 @@ def measure(folder: Path, name: str) -> None:
     for module in ("learner.model", "learner.service", "learner.step"):
         importlib.import_module(module)  # libraries are in memory by now: the plan has a share for them
     before = resident("VmRSS")
-    step = {"value model": value_step, "reference": reference_step}.get(kind_of(name), policy_step)(
+    step, trained = {"value model": value_step, "reference": reference_step}.get(kind_of(name), policy_step)(
         experiment
     )
+
+    def peak(of: Callable[[], object]) -> int:
+        Path("/proc/self/clear_refs").write_text("5")
+        of()
+        return resident("VmHWM") - before
+
     step(batch(0, learner.parallel.pipeline))
-    Path("/proc/self/clear_refs").write_text("5")
-    step(batch(1, learner.parallel.pipeline))
-    (folder / f"rank-{parallel.rank()}").write_text(str(resident("VmHWM") - before))
+    found = {"work": peak(lambda: step(batch(1, learner.parallel.pipeline)))}
+
+    def write() -> None:
+        for number, part in enumerate(trained):
+            save_part(folder / f"checkpoint-{number}", part, learner.parallel.distributed_optimizer)
+
+    if trained:
+        found["checkpoint"] = peak(write)
+    (folder / f"rank-{parallel.rank()}").write_text(json.dumps(found))
     parallel.shutdown()
 
 
@@ -110,8 +124,12 @@ def kind_of(name: str) -> str:
     return next((kind for start, kind in KINDS.items() if name.startswith(start)), "learner")
 
 
-def policy_step(experiment: Any) -> Callable[[Any], object]:
-    """As `learner/service.py` puts it together, with what it has on the same ranks."""
+Step = Callable[[Any], object]
+
+
+def policy_step(experiment: Any) -> tuple[Step, list[Any]]:
+    """As `learner/service.py` puts it together, with what it has on the same ranks; and what a checkpoint is
+    of."""
     import torch
 
     from learner.model import build_model
@@ -126,10 +144,13 @@ def policy_step(experiment: Any) -> Callable[[Any], object]:
     )
     critic = value_model(experiment, learner.parallel) if learner.value is not None else None
     trainable = make_trainable(model, learner.optimizer, learner.parallel)
-    return Updater(experiment, trainable, None, critic).update
+    return Updater(experiment, trainable, None, critic).update, [
+        trainable,
+        *([critic.trainable] if critic is not None else []),
+    ]
 
 
-def value_step(experiment: Any) -> Callable[[Any], object]:
+def value_step(experiment: Any) -> tuple[Step, list[Any]]:
     """As `learner/value/service.py` is asked: for the values of a batch, and then for an update."""
     import torch
 
@@ -146,10 +167,10 @@ def value_step(experiment: Any) -> Callable[[Any], object]:
             part.fill("returns", [torch.ones_like(of) for of in values])
             critic.update(part.micro_batches, part.total, report)
 
-    return step
+    return step, [critic.trainable]
 
 
-def reference_step(experiment: Any) -> Callable[[Any], object]:
+def reference_step(experiment: Any) -> tuple[Step, list[Any]]:
     """As `learner/reference/service.py` is asked."""
     import torch
 
@@ -162,7 +183,7 @@ def reference_step(experiment: Any) -> Callable[[Any], object]:
     model = build_model(experiment.model.path, experiment.learner.reference.parallel, dtype)
     model.requires_grad_(False)
     prepare_schedule(model.config)
-    return lambda groups: [target_logprobs(model, p.micro_batches) for p in parts_of(groups, experiment)]
+    return lambda groups: [target_logprobs(model, p.micro_batches) for p in parts_of(groups, experiment)], []
 
 
 def batch(index: int, count: int) -> Any:
@@ -195,8 +216,8 @@ def batch(index: int, count: int) -> Any:
     return Batch(index, tuple(groups), {})
 
 
-def predict(folder: str, name: str) -> list[float]:
-    """Bytes of each rank, without what the plan assumes for libraries."""
+def predict(folder: str, name: str) -> list[dict[str, float]]:
+    """Bytes of each rank by moment, without what the plan assumes for libraries."""
     from launch.experiment import WholeExperiment
     from launch.plan import Target, of
     from learner import families
@@ -204,13 +225,14 @@ def predict(folder: str, name: str) -> list[float]:
     experiment = WholeExperiment.model_validate(experiment_of(name, folder))
     made = of(experiment, families.read(f"{folder}/model"), Target(gpu=False))
     kinds = [kind for kind in made.kinds if kind.name.startswith(kind_of(name))]
-    sizes: list[float] = []
+    sizes: list[dict[str, float]] = []
     for kind in kinds:
-        # No version is published and no checkpoint written here.
-        moment = max(
-            sum(of.values()) for at, of in kind.moments.items() if at not in ("publishing", "checkpoint")
-        )
-        sizes += [sum(kind.held.values()) - kind.held["runtime (assumed)"] + moment] * kind.ranks
+        # No version is published here.
+        held = sum(kind.held.values()) - kind.held["runtime (assumed)"]
+        held -= kind.held.get("published version", 0.0)
+        sums = {at: held + sum(of.values()) for at, of in kind.moments.items() if at != "publishing"}
+        checkpoint = sums.pop("checkpoint", held)
+        sizes += [{"work": max(sums.values()), "checkpoint": checkpoint}] * kind.ranks
     return sizes
 
 
@@ -232,14 +254,19 @@ def main() -> None:
             command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
             command += [f"--nproc-per-node={len(expected)}", __file__, folder, name]
             subprocess.run(command, env=environment, check=True)
-            found = [int((Path(folder) / f"rank-{rank}").read_text()) for rank in range(len(expected))]
+            found = [json.loads((Path(folder) / f"rank-{rank}").read_text()) for rank in range(len(expected))]
         runs[name] = {
-            "predicted_mib": [round(size / 2**20) for size in expected],
-            "measured_mib": [round(size / 2**20) for size in found],
-            "error_percent": [round(100 * (p / m - 1), 1) for p, m in zip(expected, found, strict=True)],
+            moment: {
+                "predicted_mib": [round(of[moment] / 2**20) for of in expected],
+                "measured_mib": [round(of[moment] / 2**20) for of in found],
+                "error_percent": [
+                    round(100 * (p[moment] / m[moment] - 1), 1) for p, m in zip(expected, found, strict=True)
+                ],
+            }
+            for moment in found[0]
         }
         print(name, json.dumps(runs[name]), flush=True)
-    errors = [abs(error) for run in runs.values() for error in run["error_percent"]]
+    errors = [abs(error) for run in runs.values() for at in run.values() for error in at["error_percent"]]
     figures = {"model": SHAPE, "prompt_tokens": PROMPT, "completion_tokens": COMPLETION}
     figures |= {"group_size": GROUP, "runs": runs, "largest_error_percent": max(errors)}
     write_result("plan_memory", figures)

@@ -255,14 +255,29 @@ def _stage(
         values = budget.stage_activations(value.family, value.learner, stage, value.batches[0], machine)
         moments["training of the value model"] = {k: float(v) for k, v in values.items()}
     if publishing:
-        moments["publishing"] = publishing
-    # A checkpoint is copied to the host before it is written.
+        moments["publishing"] = dict(publishing)
+        if (version := moments["publishing"].pop("published version", None)) is not None:
+            held["published version"] = version  # from the first publish on
+    # A checkpoint is copied to the host before it is written; there, what is a part of a larger tensor is.
     host = {"checkpoint": saved + optimizer} if machine.gpu else {}
+    if not machine.gpu:
+        models = [job] if value is None else [job, value]
+        moments["checkpoint"] = {"copies of gate and up": max(_gate_and_up(of, stage) for of in models)}
     if layout.distributed_optimizer:
         on_device, beside = max(gathered)
-        moments["checkpoint"] = {"gathered optimizer": on_device}
+        moments["checkpoint"] = moments.get("checkpoint", {}) | {"gathered optimizer": on_device}
         host = {"checkpoint": saved + beside} if machine.gpu else {}
     return RankKind(name, ranks, held, moments, host)
+
+
+def _gate_and_up(job: Training, stage: int) -> float:
+    """Bytes of the projections that lie joined, and of their optimizer's state: a checkpoint has each apart.
+    That of adapters has none."""
+    if job.learner.lora is not None:
+        return 0.0
+    count = budget.joined_parameters(job.family, job.learner.parallel, stage)
+    weight = job.machine.weight_bytes
+    return float(count * weight + budget.optimizer_bytes(count, weight, 1))
 
 
 def _trained(job: Training, stage: int) -> tuple[dict[str, float], list[tuple[int, int]]]:
@@ -345,13 +360,16 @@ def _optimizer_bytes(parts: list[tuple[int, int]], machine: Machine) -> float:
 
 
 def _publishing(experiment: WholeExperiment, family: Family, gpu: bool) -> dict[str, float]:
-    """On global rank 0: bucket buffers, and one parameter gathered from its shards and joined."""
+    """On global rank 0: bucket buffers, and one parameter gathered from its shards and joined; on one machine
+    without GPUs in place of buffers a whole version, which the servers read where it lies."""
     size = WEIGHT_BYTES[experiment.model.dtype]
     layout = experiment.learner.parallel
     largest = family.hidden * max(family.vocab, 2 * family.ffn) * size
     copies = 2 if layout.tensor * layout.pipeline * layout.expert > 1 else 1
-    buckets = float(BUCKETS_IN_FLIGHT * _bucket_bytes(experiment, gpu))
-    return {"publish buckets": buckets, "gathered tensor": float(copies * largest)}
+    gathered = {"gathered tensor": float(copies * largest)}
+    if not gpu and experiment.sync.shared_memory:
+        return gathered | {"published version": float(budget.whole_parameters(family) * size)}
+    return {"publish buckets": float(BUCKETS_IN_FLIGHT * _bucket_bytes(experiment, gpu))} | gathered
 
 
 def _bucket_bytes(experiment: WholeExperiment, gpu: bool) -> int:

@@ -148,6 +148,14 @@ def optimizer_bytes(count: int, weight_bytes: int, data: int) -> float:
     return count * (2 * FLOAT32 + master) / data
 
 
+def joined_parameters(family: Family, layout: ParallelConfig, stage: int) -> int:
+    """Of one rank: gate and up projections, which lie joined in one tensor; a checkpoint has them apart."""
+    layers = layers_of(family, layout, stage)
+    if family.mixture is not None:
+        return family.mixture.experts // layout.expert * layers * 2 * family.hidden * family.ffn
+    return layers * 2 * family.hidden * family.ffn // layout.tensor
+
+
 def gathered_optimizer_bytes(parts: Sequence[tuple[int, int]], gpu: bool) -> tuple[float, float]:
     """What saving the distributed optimizer's state takes for a moment: on the device, and on a GPU's host.
 

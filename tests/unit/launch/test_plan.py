@@ -259,6 +259,25 @@ def test_recompute_and_smaller_micro_batches_take_less():
     assert found == sorted(set(found), reverse=True)
 
 
+def test_on_one_machine_without_gpus_a_version_lies_in_memory_and_a_checkpoint_copies_what_is_joined():
+    """As benchmarks/plan_engines.py and plan_memory.py measured."""
+    plain = ("learner.parallel.distributed_optimizer=false", "model.dtype=float32")
+    there = planned("policy-7b", *plain, gpu=False)
+    first, second = there.kinds[:2]
+    assert first.held["published version"] == there.model_bytes
+    assert "publish buckets" not in first.moments["publishing"]
+    assert "published version" not in second.held, "of another rank"
+    family, layout = there.family, there.experiment.learner.parallel
+    joined = 2 * family.hidden * family.ffn // layout.tensor * family.layers // layout.pipeline
+    for kind in (first, second):
+        assert kind.moments["checkpoint"] == {"copies of gate and up": joined * (4 + 4 + 4)}
+    sent = planned("policy-7b", *plain, "sync.shared_memory=false", gpu=False).kinds[0]
+    assert "published version" not in sent.held
+    assert sent.moments["publishing"]["publish buckets"] == 2 * 64 << 20
+    adapters = planned("policy-7b", *plain, "learner.lora.rank=8", gpu=False).kinds[0]
+    assert adapters.moments["checkpoint"] == {"copies of gate and up": 0.0}
+
+
 def test_only_the_fullest_moment_counts():
     (kind, *_) = planned().kinds
     assert set(kind.moments) == {"training", "publishing", "checkpoint"}
