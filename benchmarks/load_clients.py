@@ -48,6 +48,9 @@ class Timed:
         self._client = client
         self._seconds = seconds
 
+    async def start(self) -> None:
+        await self._client.start()
+
     async def lease(self, max_groups: int, timeout_s: float) -> list[Lease]:
         return await timed(self._client.lease(max_groups, timeout_s), self._seconds["lease"])
 

@@ -36,6 +36,7 @@ FOR_EVER = math.inf
 class RolloutBuffer(Protocol):
     """What a rollout server needs of the buffer."""
 
+    async def start(self) -> None: ...
     async def lease(self, max_groups: int, timeout_s: float) -> list[Lease]: ...
     async def withdraw(self) -> list[Lease]: ...
     async def renew(self, lease_ids: Sequence[str]) -> set[str]: ...
@@ -100,6 +101,11 @@ class BufferClient:
         await self._requester.__aexit__(kind, error, trace)
 
     # Rollout
+
+    async def start(self) -> None:
+        """Say that this server holds nothing: what one of its name was lent in another life goes back to the
+        queue at once."""
+        await self._call("start", {})
 
     async def lease(self, max_groups: int, timeout_s: float) -> list[Lease]:
         """Prompts to work on, at most `max_groups`; [] when none can be granted within `timeout_s`.

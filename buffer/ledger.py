@@ -155,6 +155,10 @@ class Ledger:
         read = [(i, self._prompt(kind, p, row), kind, v) for i, p, row, kind, v in found.fetchall()]
         return [Lease(i, prompt, kind, v) for i, prompt, kind, v in read if prompt is not None]
 
+    def lent_to(self, name: str) -> list[str]:
+        """A server's live leases."""
+        return [i for (i,) in self._database.run("SELECT lease_id FROM leases WHERE name = ?", name)]
+
     def renew(self, lease_ids: list[str]) -> set[str]:
         """Give live leases their full time again; returns those that are nobody's any more."""
         deadline = self._clock() + self._timeout_s

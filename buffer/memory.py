@@ -37,6 +37,9 @@ class MemoryBuffer:
         sources = Sources(PromptQueue(rows, seed, epochs, shuffle), list(eval_rows), eval_every, seed)
         self.store = Store(None, "memory", config, sources, clock)
 
+    async def start(self) -> None:
+        self._do(lambda: self.store.start("memory"))
+
     async def lease(self, max_groups: int, timeout_s: float) -> list[Lease]:
         request_id = uuid.uuid4().hex
         return await self._poll(timeout_s, lambda: self.store.lease("memory", request_id, max_groups))

@@ -60,6 +60,9 @@ class Peers:
     learner: bool = False
     told: set[str] = field(default_factory=set)
     """That the run is finished."""
+    starts: dict[str, str] = field(default_factory=dict)
+    """Name → the request by which the server said that it was started: one that comes twice over a bad wire
+    must not take back what was lent meanwhile."""
 
     def note(self, request: Request) -> None:
         """Keep when a server was heard; say who comes for the first time."""
@@ -77,6 +80,7 @@ class Peers:
         for name in silent:
             del self.seen[name]
             self.told.discard(name)
+            self.starts.pop(name, None)
         return list(self.seen)
 
 
@@ -172,6 +176,8 @@ class BufferServer:
         self.peers.note(request)
         fields, submit = request.fields, self._commits.submit
         match request.verb:
+            case "start":
+                await self._start(request)
             case "lease":
                 return await self._lease(request), []
             case "renew":
@@ -197,6 +203,15 @@ class BufferServer:
             case _:
                 return {"max_message_bytes": self._config.max_message_mib << 20}, []
         return {}, []
+
+    async def _start(self, request: Request) -> None:
+        if self.peers.starts.get(request.name) == request.request_id:
+            return
+        self.peers.starts[request.name] = request.request_id
+        returned = await self._commits.submit(lambda store: store.start(request.name))
+        if returned:
+            name = request.name
+            logger.info("%s was started anew: %d leases of before go back to the queue", name, returned)
 
     async def _lease(self, request: Request) -> dict[str, Any]:
         count, wait_s = request.fields["max_groups"], request.fields["wait_s"]

@@ -120,15 +120,22 @@ class Store:
         """Give live leases their full time again; returns those that are nobody's any more."""
         return self.ledger.renew(lease_ids)
 
+    def start(self, name: str) -> int:
+        """Server `name` was started and holds nothing: put the prompts of its leases back into the queue, on
+        which nobody works since its former life ended; how many."""
+        return self._take_back(self.ledger.lent_to(name), "server_started")
+
     def expire(self) -> int:
         """Put the prompts of leases that ran out back into the queue; how many."""
-        late = self.ledger.late()
-        for lease_id in late:
+        return self._take_back(self.ledger.late(), "timeout")
+
+    def _take_back(self, lease_ids: list[str], cause: str) -> int:
+        for lease_id in lease_ids:
             prompt_id = self.ledger.end(lease_id)
-            assert prompt_id is not None, "a deadline without a lease"
-            self.ledger.requeue(prompt_id, "timeout")
+            assert prompt_id is not None, "a lease that is not live"
+            self.ledger.requeue(prompt_id, cause)
             self._stock_changed = True  # a batch may have waited for it
-        return len(late)
+        return len(lease_ids)
 
     def give_up(self, lease_id: str, reason: str, requeue: bool) -> GivenUp | None:
         """A group failed at its server. Without effect, and None, when the lease is not live any more."""

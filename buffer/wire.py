@@ -25,7 +25,7 @@ MAX_HEADER_BYTES = 4 << 20
 ENVELOPE = Envelope("buffer", "client", SCHEMA, KINDS, longest_request=MAX_HEADER_BYTES)
 
 ROLES = ("rollout", "learner", "observer")
-ROLLOUT_VERBS = ("hello", "status", "lease", "renew", "deliver", "give_up")
+ROLLOUT_VERBS = ("hello", "status", "start", "lease", "renew", "deliver", "give_up")
 LEARNER_VERBS = ("hello", "status", "batch", "published", "committed", "finished")
 VERBS = {"rollout": ROLLOUT_VERBS, "learner": LEARNER_VERBS, "observer": ("hello", "status")}
 ROLES_OF_KEY = {

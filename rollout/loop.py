@@ -78,6 +78,8 @@ class RolloutLoop:
         """
         await self._unless_run_ends(self._arrived())
         self._meters.wait_for("leases")
+        if not self._finished:
+            await self._buffer.start()
         async with asyncio.TaskGroup() as tasks, self._leases_kept(tasks):
             while not self._finished:
                 room = await self._room()

@@ -20,6 +20,7 @@ from sync.manifest import BLOCK_BYTES, Manifest, TensorSpec
 FIELDS = {
     "hello": ("rollout", {}),
     "status": ("observer", {}),
+    "start": ("rollout", {}),
     "lease": ("rollout", {"max_groups": 4, "wait_s": 1.5}),
     "renew": ("rollout", {"lease_ids": ["a", "b"]}),
     "deliver": ("rollout", {}),

@@ -101,6 +101,57 @@ def test_a_client_may_come_first_and_polls_wait_for_what_unblocks_them(service):
     asyncio.run(asyncio.wait_for(run(), 60))
 
 
+def test_a_server_that_is_started_again_waits_for_no_lease_of_its_former_life(service):
+    address, start, _ = service
+
+    async def run():
+        process = start("buffer.lease_timeout_s=600")
+        former, learner = both(address)
+        async with former, learner:
+            await learner.published(0)
+            lost = await former.lease(20, 5.0)
+        process.kill()
+        start("buffer.lease_timeout_s=600")
+        async with BufferClient(address, "rollout", "run", "server-0") as server:
+            assert await server.lease(1, 0.5) == [], "they have all the room"
+            waiting = asyncio.create_task(server.lease(20, 20.0))
+            await asyncio.sleep(0.3)
+            began = time.monotonic()
+            await server.start()
+            found = await waiting
+            assert time.monotonic() - began < 10.0
+            assert {x.prompt.prompt_id for x in found} == {x.prompt.prompt_id for x in lost}
+
+    asyncio.run(asyncio.wait_for(run(), 60))
+
+
+def test_that_it_was_started_counts_once_however_often_it_is_said(service):
+    """A request over a bad wire may come twice, and what it says be no longer true."""
+    address, start, _ = service
+
+    async def run():
+        start()
+        server, learner = both(address)
+        async with server, learner:
+            await learner.published(0)
+            context = zmq.asyncio.Context()
+            socket = context.socket(zmq.DEALER)
+            socket.connect(address)
+            request = wire.encode_request(wire.Request("one", "rollout", "server-0", "run", "start", {}))
+
+            async def say():
+                await socket.send(request)
+                return await socket.recv_multipart()
+
+            await say()
+            leases = await server.lease(2, 5.0)
+            await say()
+            assert await server.renew([x.lease_id for x in leases]) == set()
+            context.destroy(linger=0)
+
+    asyncio.run(asyncio.wait_for(run(), 60))
+
+
 def test_a_full_disk_ends_it_in_a_line_and_what_it_acknowledged_is_kept(service):
     """Full for it alone, by a limit of the size of its files."""
     address, start, run_dir = service

@@ -301,6 +301,22 @@ def test_data_is_not_exhausted_while_a_lease_may_still_fill_the_batch(bench, gro
     assert b.batch(0) is None
 
 
+def test_what_a_server_held_before_it_was_started_anew_is_lent_again_at_once(bench, group):
+    b = bench(rows=8)
+    b.do(lambda s: s.published(0))
+    theirs = b.lease(1, name="other")
+    lost = b.lease(3)
+    assert b.lease(1) == [], "they have all the room"
+    b.reopen()
+    assert b.do(lambda s: s.start("server-0")) == 3
+    again = b.lease(3)
+    assert [x.prompt.prompt_id for x in again] == [x.prompt.prompt_id for x in lost]
+    assert b.do(lambda s: s.renew([x.lease_id for x in lost + theirs + again])) == {x.lease_id for x in lost}
+    assert all(b.deliver(group(lease)) for lease in theirs + again)
+    assert b.do(lambda s: s.start("server-0")) == 0
+    assert b.store.status()["requeued"] == {"server_started": 3}
+
+
 def test_evaluation_goes_first_and_is_never_trained(bench, group, caplog):
     caplog.set_level("INFO")
     b = bench(rows=40, eval_rows=2)

@@ -136,6 +136,19 @@ def test_a_group_holds_what_the_engine_sampled_and_what_it_earned():
             assert trajectory.metadata["text"] == "7"
 
 
+def test_what_a_former_life_of_the_server_was_lent_is_worked_on_at_once():
+    async def go():
+        bench = Bench(ScriptedEngine(plain_completion), rows=ROWS * 8, weights=Weights(0))
+        await bench.buffer.published(0)
+        lost = await bench.buffer.lease(1000, 0.0)
+        assert await bench.buffer.lease(1, 0.0) == [], "they have all the room"
+        async with bench:
+            return lost, await first_batch(bench)
+
+    lost, batch = asyncio.run(go())
+    assert [group.prompt_id for group in batch.groups] == [x.prompt.prompt_id for x in lost[:2]]
+
+
 def test_requests_carry_the_plan_and_the_version_at_dispatch():
     async def go():
         engine = ScriptedEngine(plain_completion)
