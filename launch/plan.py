@@ -201,7 +201,15 @@ def _learner(experiment: WholeExperiment, family: Family, target: Target) -> lis
     return training(job, _publishing(experiment, family, target.gpu))
 
 
-def training(job: Training, publishing: dict[str, float] | None = None) -> list[RankKind]:
+@dataclass(frozen=True, slots=True)
+class Publishing:
+    """Bytes that global rank 0 takes to publish: from the first time on, and each time on top."""
+
+    held: dict[str, float]
+    moment: dict[str, float]
+
+
+def training(job: Training, publishing: Publishing | None = None) -> list[RankKind]:
     """The ranks of a training job, stage by stage.
 
     Args:
@@ -210,8 +218,8 @@ def training(job: Training, publishing: dict[str, float] | None = None) -> list[
     pipeline = job.learner.parallel.pipeline
     per_stage = job.learner.processes // pipeline
     name = _stage_name(job, 0)
-    kinds = [_stage(job, 0, name, per_stage - bool(publishing))]
-    if publishing:
+    kinds = [_stage(job, 0, name, per_stage - (publishing is not None))]
+    if publishing is not None:
         first = f"{name}, rank 0" if per_stage > 1 else name
         kinds.insert(0, _stage(job, 0, first, 1, publishing))
     # Of middle stages with equally many layers the first keeps most micro-batches; all count as that one.
@@ -232,7 +240,7 @@ def _stage_name(job: Training, first: int, last: int = 0) -> str:
 
 
 def _stage(
-    job: Training, stage: int, name: str, ranks: int, publishing: dict[str, float] | None = None
+    job: Training, stage: int, name: str, ranks: int, publishing: Publishing | None = None
 ) -> RankKind:
     family, learner, machine = job.family, job.learner, job.machine
     layout = learner.parallel
@@ -254,10 +262,9 @@ def _stage(
     if value is not None:
         values = budget.stage_activations(value.family, value.learner, stage, value.batches[0], machine)
         moments["training of the value model"] = {k: float(v) for k, v in values.items()}
-    if publishing:
-        moments["publishing"] = dict(publishing)
-        if (version := moments["publishing"].pop("published version", None)) is not None:
-            held["published version"] = version  # from the first publish on
+    if publishing is not None:
+        held |= publishing.held
+        moments["publishing"] = publishing.moment
     # A checkpoint is copied to the host before it is written; there, what is a part of a larger tensor is.
     host = {"checkpoint": saved + optimizer} if machine.gpu else {}
     if not machine.gpu:
@@ -359,7 +366,7 @@ def _optimizer_bytes(parts: list[tuple[int, int]], machine: Machine) -> float:
     return sum(budget.optimizer_bytes(count, machine.weight_bytes, ranks) for count, ranks in parts)
 
 
-def _publishing(experiment: WholeExperiment, family: Family, gpu: bool) -> dict[str, float]:
+def _publishing(experiment: WholeExperiment, family: Family, gpu: bool) -> Publishing:
     """On global rank 0: bucket buffers, and one parameter gathered from its shards and joined; on one machine
     without GPUs in place of buffers a whole version, which the servers read where it lies."""
     size = WEIGHT_BYTES[experiment.model.dtype]
@@ -368,8 +375,9 @@ def _publishing(experiment: WholeExperiment, family: Family, gpu: bool) -> dict[
     copies = 2 if layout.tensor * layout.pipeline * layout.expert > 1 else 1
     gathered = {"gathered tensor": float(copies * largest)}
     if not gpu and experiment.sync.shared_memory:
-        return gathered | {"published version": float(budget.whole_parameters(family) * size)}
-    return {"publish buckets": float(BUCKETS_IN_FLIGHT * _bucket_bytes(experiment, gpu))} | gathered
+        return Publishing({"published version": float(budget.whole_parameters(family) * size)}, gathered)
+    buckets = float(BUCKETS_IN_FLIGHT * _bucket_bytes(experiment, gpu))
+    return Publishing({}, {"publish buckets": buckets} | gathered)
 
 
 def _bucket_bytes(experiment: WholeExperiment, gpu: bool) -> int:
