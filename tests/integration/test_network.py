@@ -99,7 +99,7 @@ def test_a_long_cut_within_a_publish_costs_its_deadlines(run):
     run.heal()
 
 
-def test_a_server_that_is_killed_within_a_bucket_is_missed_at_once_and_comes_back(run):
+def test_a_server_that_is_killed_within_a_bucket_is_missed_and_comes_back(run):
     told = {text: run.faults.told("learner", text) for text in ("evicted far", "publish interrupted")}
     stop_within_a_bucket(run)
     run.faults.running.kill("far")
