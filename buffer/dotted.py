@@ -8,6 +8,7 @@ import os
 import re
 import symtable
 import sys
+import traceback
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -90,3 +91,9 @@ def resolve(path: str) -> Callable[..., Any]:
     if not callable(function):
         raise ValueError(f"{path}: is a {type(function).__name__}; expected a function")
     return function
+
+
+def place(error: Exception) -> str:
+    """Where such a function raised it, as far as it was in Python."""
+    raised = traceback.extract_tb(error.__traceback__)[-1]
+    return f" ({raised.filename}:{raised.lineno})"

@@ -74,7 +74,7 @@ def folder_name(value: str) -> str:
         ValueError: It is not.
     """
     if not re.fullmatch(r"\w(?:[\w .+-]{0,126}[\w.+-])?", value):
-        raise ValueError("expected one folder name of letters, digits, _ - + . and no / in it")
+        raise ValueError("expected one folder name of up to 128 letters, digits, _ - + . and no / in it")
     return value
 
 

@@ -85,12 +85,14 @@ def _chain(path: Path) -> list[Path]:
     """
     chain = [path]
     while True:
+        base = "" if chain[0] == path else f"base: {chain[0]}: "
+        if chain[0].exists() and not chain[0].is_file() and not chain[0].is_dir():
+            raise ConfigError(f"{path}: {base}expected a file; a pipe or a device cannot be read twice")
         try:
             raw = yaml.safe_load(chain[0].read_text())
         except (yaml.YAMLError, UnicodeDecodeError) as error:
             raise ConfigError(not_yaml(str(chain[0]), error)) from None
         except OSError as error:
-            base = "" if chain[0] == path else f"base: {chain[0]}: "
             reason = "no such file" if isinstance(error, FileNotFoundError) else str(error.strerror).lower()
             raise ConfigError(f"{path}: {base}{reason}") from None
         base = raw.get("base") if isinstance(raw, dict) else None

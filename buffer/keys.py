@@ -127,8 +127,11 @@ def make_keys(folder: Path) -> None:
         raise KeysError("this build of ZeroMQ has no CURVE; install pyzmq from PyPI")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise KeysError(f"{folder}: is there already; keys are never replaced, name another folder")
-    folder.absolute().parent.mkdir(parents=True, exist_ok=True)
-    partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.absolute().parent))
+    try:
+        folder.absolute().parent.mkdir(parents=True, exist_ok=True)
+        partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.absolute().parent))
+    except OSError as error:  # which names the temporary folder
+        raise KeysError(f"{folder}: cannot be made: {error.strerror}") from None
     try:
         pairs = {role: zmq.curve_keypair() for role in ROLES}
         for role, (_, secret) in pairs.items():

@@ -283,6 +283,8 @@ def main() -> None:
         asked = error.ctx.command_path if error.ctx else "slipstream"
         told = error.format_message()
         fail(f"{told}{'' if told.endswith(('.', '?')) else '.'} See `{asked} --help`.")
-    except (ValueError, OSError) as error:
-        # Of ours, a ValueError is always the user's mistake, told in full by its text.
-        fail(str(error))
+    except ValueError as error:
+        fail(str(error))  # of ours, always the user's mistake, told in full by its text
+    except OSError as error:
+        named = error.filename is not None and error.strerror is not None
+        fail(f"{error.filename}: {error.strerror}" if named else str(error))

@@ -10,14 +10,13 @@ import resource
 import signal
 import struct
 import sys
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import msgpack
 
-from buffer.dotted import resolve
+from buffer.dotted import place, resolve
 from rollout.process_tree import zombies
 
 HEADER = struct.Struct(">I")
@@ -66,7 +65,7 @@ def score(function: Callable[[str, dict[str, Any]], Any], text: str, row: dict[s
     except MemoryError:
         return {"kind": "memory", "detail": "out of the memory that its memory_mib allows"}
     except Exception as error:  # noqa: BLE001  a user's function may raise anything; it costs this completion
-        return {"kind": "raised", "detail": _told(error) + _place(error)}
+        return {"kind": "raised", "detail": _told(error) + place(error)}
 
 
 def _told(error: Exception) -> str:
@@ -76,12 +75,6 @@ def _told(error: Exception) -> str:
     except Exception:  # noqa: BLE001  nor need its text come without another
         text = type(error).__name__
     return text[:500].encode(errors="replace").decode()
-
-
-def _place(error: Exception) -> str:
-    """Where it was raised, as far as it was in Python."""
-    raised = traceback.extract_tb(error.__traceback__)[-1]
-    return f" ({raised.filename}:{raised.lineno})"
 
 
 def frame(message: dict[str, Any]) -> bytes:

@@ -95,6 +95,11 @@ def test_a_plan_takes_less_than_two_seconds_and_says_by_its_exit_code_whether_it
             "override model.path=/nowhere: no config.json",
         ),
         (("evaluate", "configs/demo.yaml", "--output", "README.md"), "README.md: a file; expected a folder"),
+        (
+            ("evaluate", "configs/demo.yaml", "--output", "/proc/x"),
+            "error: /proc/x: No such file or directory",
+        ),
+        (("keys", "/proc/x"), "error: /proc/x: cannot be made: No such file or directory"),
         (("generate", "configs/demo.yaml", "README.md", "."), ".: a folder; expected the file that is to be"),
         (("run", "nowhere.yaml"), "nowhere.yaml: no such file"),
         (("run", "configs"), "configs"),

@@ -60,10 +60,16 @@ def told(tmp_path, *overrides: str, text: str = "name: made\nrun_dir: runs/made\
         ("name=7", "name: expected text, got 7; put it in quotes"),
         (
             "name=../x",
-            'name: expected one folder name of letters, digits, _ - + . and no / in it, got "../x"',
+            'name: expected one folder name of up to 128 letters, digits, _ - + . and no / in it, got "../x"',
         ),
-        ("name=a/b", 'name: expected one folder name of letters, digits, _ - + . and no / in it, got "a/b"'),
-        ("name=''", 'name: expected one folder name of letters, digits, _ - + . and no / in it, got ""'),
+        (
+            "name=a/b",
+            'name: expected one folder name of up to 128 letters, digits, _ - + . and no / in it, got "a/b"',
+        ),
+        (
+            "name=''",
+            'name: expected one folder name of up to 128 letters, digits, _ - + . and no / in it, got ""',
+        ),
         ("run_dir=' '", 'run_dir: expected a folder, got " "'),
         ('run_dir="a\\0b"', 'run_dir: expected a folder, got "a\\u0000b"'),
         ("data.epochs=1", "data.train: missing; it has no default"),

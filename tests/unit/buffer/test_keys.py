@@ -3,6 +3,7 @@
 import json
 import os
 import stat
+from pathlib import Path
 
 import pytest
 import zmq
@@ -61,6 +62,11 @@ def test_a_server_admits_the_roles_that_have_business_with_it(folder):
 def test_without_a_folder_there_are_no_keys():
     assert server_keys(None, "buffer") is None
     assert client_keys(None, "rollout", "buffer") is None
+
+
+def test_where_no_keys_can_be_made_the_folder_is_named_that_was_asked_for():
+    with pytest.raises(KeysError, match=r"^/proc/x: cannot be made: No such file or directory$"):
+        make_keys(Path("/proc/x"))
 
 
 def test_keys_are_never_replaced(folder):

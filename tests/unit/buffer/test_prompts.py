@@ -66,6 +66,18 @@ def test_rows_from_a_function():
         load_rows(FunctionSource(kind="function", path="json:nothing"), 1)
 
 
+@pytest.mark.parametrize(
+    ("path", "told"),
+    [
+        ("json:loads", r"^json:loads raised TypeError: .*'s'.* \(/.*:\d+\)$"),
+        ("os:getpid", r"^os:getpid raised TypeError: 'int' object is not iterable \(/.*:\d+\)$"),
+    ],
+)
+def test_a_function_that_raises_is_named_with_what_it_raised(path, told):
+    with pytest.raises(ValueError, match=told):
+        load_rows(FunctionSource(kind="function", path=path), 1)
+
+
 def test_reasoning_gym_rows_carry_what_the_verifier_needs():
     import reasoning_gym
 

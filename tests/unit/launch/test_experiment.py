@@ -1,4 +1,5 @@
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -221,6 +222,16 @@ def test_a_missing_base_is_named_as_such(tmp_path):
         load(own, [], DataConfig)
     with pytest.raises(ConfigError, match=r"gone.yaml: no such file"):
         load(tmp_path / "gone.yaml", [], DataConfig)
+
+
+def test_a_file_that_is_none_is_refused_and_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "pipe.yaml")
+    with pytest.raises(ConfigError, match=r"pipe.yaml: expected a file; a pipe"):
+        load(tmp_path / "pipe.yaml", [], DataConfig)
+    own = tmp_path / "own.yaml"
+    own.write_text("base: pipe.yaml")
+    with pytest.raises(ConfigError, match=r"own.yaml: base: .*pipe.yaml: expected a file; a pipe"):
+        load(own, [], DataConfig)
 
 
 def test_functions_matter_only_where_they_are_called(config_file):
