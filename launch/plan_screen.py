@@ -40,6 +40,8 @@ def print_plan(plan: Plan, console: Console) -> int:
         f"[bold]{plan.experiment.name}[/]: {plan.model_bytes / _per_element(plan) / 1e9:.2f} B parameters in "
         f"{plan.experiment.model.dtype}, {plan.family.architecture}"
     )
+    of = f"{plan.target.device_gib:g} GiB"
+    say(f"on GPUs of {of} (--cpu: on this machine)" if plan.target.gpu else f"on one machine of {of}, no GPU")
     if ranks := "; ".join(_layouts(plan)):
         say(ranks)
     table = _table(plan)
