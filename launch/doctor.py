@@ -16,8 +16,12 @@ from typing import Literal
 from rich.console import Console
 
 from buffer.config import BufferConfig
-from launch.experiment import addresses, read
+from launch import pipeline
+from launch.experiment import WholeExperiment, addresses, kind_of, read
+from launch.offline import load_stage, read_stage
 from launch.placement import port_is_free, usable_cores, visible_gpus
+from launch.plan import GIB, Plan, Target
+from launch.plan_stages import plans
 from sync.config import SyncConfig
 
 Level = Literal["ok", "note", "bad"]
@@ -54,16 +58,25 @@ def diagnose(config: Path | None = None, overrides: list[str] | None = None) -> 
     Raises:
         ConfigError: The experiment has a mistake.
     """
-    experiment = read(config, overrides or []) if config else None  # a mistake in it is told at once
-    yield from (_python(), _cores(), _memory(), _disk(), _packages_of_the_repo())
+    made = _planned(config, overrides or []) if config else []  # a mistake in it is told at once
+    yield from (
+        _python(),
+        _cores(),
+        _memory([] if visible_gpus() else made),
+        _disk(),
+        _packages_of_the_repo(),
+    )
     yield from (_module(module, names) for module, names in MODULES.items())
     yield _torch()
     yield from (*_clashes(), _gpus())
     listening = {"buffer.address": BufferConfig().address, "sync.address": SyncConfig().address}
-    if experiment is not None:
-        listening = addresses(experiment)
-        told = f"{config}: no mistakes found (its data are not read here), model {experiment.model.path}"
+    if made:
+        told = (
+            f"{config}: no mistakes found (its data are not read here), model {made[0].experiment.model.path}"
+        )
         yield Finding("ok", "experiment", told)
+        runs = [addresses(each.experiment) for each in made if isinstance(each.experiment, WholeExperiment)]
+        listening = {key: address for found in runs for key, address in found.items()}
     yield from (_port(key.removesuffix(".address"), address) for key, address in listening.items())
 
 
@@ -91,10 +104,29 @@ def _cores() -> Finding:
     return Finding("ok", "cores", f"{len(usable_cores())} usable of {os.cpu_count()}")
 
 
-def _memory() -> Finding:
+def _planned(config: Path, overrides: list[str]) -> list[Plan]:
+    """On this machine, a run or an offline stage, or a pipeline's stages, checked as before a start."""
+    match kind_of(config, overrides):
+        case ("pipeline", _):
+            pipeline.read(config, overrides)
+        case ("stage", _):
+            read_stage(config, overrides, load_stage(config, overrides, None).stage.kind)
+        case _:
+            read(config, overrides)
+    return plans(config, overrides, Target.of(False, None, None))
+
+
+def _memory(made: list[Plan]) -> Finding:
+    """Args:
+    made: Of what is to run in this memory, one stage after the other; none counts as the demo.
+    """
     fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
     total, free = (int(fields[key].split()[0]) / 2**20 for key in ("MemTotal", "MemAvailable"))
     told = f"{free:.1f} GiB free of {total:.1f} GiB"
+    if made:
+        needed = max(each.total for each in made) / GIB
+        told = f"{told}; by `slipstream plan --cpu` this takes {needed:.1f}"
+        return Finding("ok" if needed <= free else "note", "memory", told)
     if free < DEMO_MEMORY_GIB:
         return Finding("note", "memory", f"{told}; the demo takes up to {DEMO_MEMORY_GIB}")
     return Finding("ok", "memory", told)

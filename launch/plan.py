@@ -91,6 +91,11 @@ class Plan:
         return sum(kind.ranks for kind in self.kinds)
 
     @property
+    def total(self) -> float:
+        """Bytes of all ranks, which on CPU share one memory."""
+        return sum(kind.total * kind.ranks for kind in self.kinds)
+
+    @property
     def server_host_bytes(self) -> float:
         """On the host of one rollout server, for all its engine ranks; 0 where there is none."""
         if not isinstance(self.experiment, WholeExperiment):
@@ -121,8 +126,8 @@ class Plan:
             ]
             if target.devices is not None and self.devices > target.devices:
                 found.append(f"{self.devices} devices are needed, {target.devices} are there")
-        elif (total := sum(kind.total * kind.ranks for kind in self.kinds)) > limit:
-            found.append(f"all ranks take {total / GIB:.1f} GiB of the machine's {target.device_gib:g}")
+        elif self.total > limit:
+            found.append(f"all ranks take {self.total / GIB:.1f} GiB of the machine's {target.device_gib:g}")
         return found
 
 

@@ -174,8 +174,7 @@ def _verdict(plan: Plan) -> str:
     if reasons:
         return f"DOES NOT FIT: {'; '.join(reasons)}"
     if not plan.target.gpu:
-        total = sum(kind.total * kind.ranks for kind in plan.kinds) / GIB
-        return f"FITS: all ranks take {total:.1f} of {plan.target.device_gib:g} GiB"
+        return f"FITS: all ranks take {plan.total / GIB:.1f} of {plan.target.device_gib:g} GiB"
     fullest = max(plan.kinds, key=lambda kind: kind.total)
     there = plan.target.devices
     counted = f"{plan.devices}{f' of {there}' if there else ''} device{'s' * ((there or plan.devices) != 1)}"

@@ -40,3 +40,22 @@ def test_each_finding_is_told_before_the_next_is_looked_for(monkeypatch):
     monkeypatch.setattr(doctor, "_torch", lambda: pytest.fail("looked for"))
     findings = doctor.diagnose()
     assert [next(findings).what for _ in range(4)] == ["python", "cores", "memory", "disk"]
+
+
+@pytest.mark.parametrize(
+    ("file", "ports"),
+    [("sft", []), ("demo", ["buffer", "sync"]), ("tutorial", ["buffer", "sync", "rollout.rewards.helpful"])],
+)
+def test_every_kind_of_file_is_read_and_its_memory_and_ports_told(monkeypatch, file, ports):
+    monkeypatch.setattr(doctor, "visible_gpus", list)
+    found = {each.what: each for each in doctor.diagnose(Path(f"configs/{file}.yaml"))}
+    assert re.search(r"by `slipstream plan --cpu` this takes \d+\.\d$", found["memory"].told)
+    assert f"configs/{file}.yaml: no mistakes found" in found["experiment"].told
+    assert [what.removesuffix(" port") for what in found if what.endswith(" port")] == ports
+
+
+def test_more_memory_than_is_free_is_noted(monkeypatch):
+    monkeypatch.setattr(doctor, "visible_gpus", list)
+    config, changes = Path("configs/demo.yaml"), ["rollout.engine.kv_cache_gib=2000"]
+    (found,) = (each for each in doctor.diagnose(config, changes) if each.what == "memory")
+    assert found.level == "note"
