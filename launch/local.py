@@ -99,7 +99,7 @@ def watch(e: WholeExperiment, history: History, supervisor: Supervisor, screen: 
             screen.say(line)
         if failure:
             return failure
-        for role in ("buffer", "learner"):
+        for role in STOP_S:
             if supervisor.ended(role) and (failure := _ended_early(e, history, supervisor, role)):
                 return failure
         if supervisor.ended("learner") and supervisor.ended("buffer"):
@@ -124,13 +124,16 @@ def stopping_line(history: History, failure: Failure | None) -> str:
 
 
 def _ended_early(e: WholeExperiment, history: History, supervisor: Supervisor, role: str) -> Failure | None:
-    """When the learner, or the buffer, has ended by itself: what is missing, if anything is."""
+    """When all services of a role have ended in order, by themselves or because something else than this told
+    them to: what is missing, if anything is. Servers have to evaluate the last version too."""
     history.refresh()
     made = max(history.steps, default=0)
-    if made >= e.learner.steps or history.data_end is not None:
+    over = made >= e.learner.steps or history.data_end is not None
+    if over and (role != "rollout" or _evaluated(e, history)):
         return None
-    (service,) = (c for c in supervisor.children if c.service.role == role)
-    return Failure(role, f"ended at step {made} of {e.learner.steps}", service.failure().lines, service.log)
+    *_, service = (c for c in supervisor.children if c.service.role == role)
+    name, reason = service.service.name, f"ended at step {made} of {e.learner.steps}"
+    return Failure(name, reason, service.failure().lines, service.log)
 
 
 @contextmanager
@@ -167,10 +170,13 @@ def is_finished(e: WholeExperiment, history: History) -> bool:
     written."""
     if not history.steps or max(history.steps) < _last_step(e, history):
         return False
-    last = max(history.steps)  # more than are wanted now, where `learner.steps` was lowered
-    evaluated = e.eval is None or last in history.scores
     written = not e.learner.checkpoint.export or (Path(e.run_dir) / "model" / "config.json").exists()
-    return evaluated and written
+    return written and _evaluated(e, history)
+
+
+def _evaluated(e: WholeExperiment, history: History) -> bool:
+    last = max(history.steps)  # more than are wanted now, where `learner.steps` was lowered
+    return e.eval is None or last in history.scores
 
 
 def _last_step(e: WholeExperiment, history: History) -> int:

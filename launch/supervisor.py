@@ -156,8 +156,9 @@ class Supervisor:
         return [c for c in self.children if c.code is None]
 
     def ended(self, role: str) -> bool:
-        """Whether every service of the role has ended with code 0."""
-        return all(c.code == 0 for c in self.children if c.service.role == role)
+        """Whether there were services of the role, and none runs or was the last to fail: with code 0."""
+        codes = [c.code for c in self.children if c.service.role == role]
+        return 0 in codes and None not in codes
 
     def states(self) -> dict[str, str]:
         """Service name → `running`, `ended` or `lost`."""

@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -38,6 +39,13 @@ FINISHES = """
     (run_dir / "model").mkdir()
     (run_dir / "model" / "config.json").write_text("{}")
 """
+EVALUATES_LATER = (
+    FINISHES.replace("(2, 0.9)", "(1, 0.9)")
+    + """
+    import time
+    time.sleep(600)
+"""
+)
 FAILS = "raise SystemExit('the engine could not start: out of memory')"
 STOPS_EARLY = FINISHES.replace("(1, 2)", "(1,)")
 DATA_ENDS = (
@@ -115,6 +123,13 @@ def test_a_buffer_that_ends_before_the_last_step_ends_the_run(start):
     code, output = start(STAYS, "print('stopping')", STAYS)
     assert code == 1
     assert "buffer ended at step 0 of 2" in output
+
+
+@pytest.mark.parametrize("learner", [STAYS, EVALUATES_LATER])
+def test_a_server_that_something_else_ended_in_order_ends_the_run(start, learner):
+    code, output = start(learner, STAYS, "import time; time.sleep(1)")
+    assert code == 1
+    assert re.search(r"rollout ended at step [02] of 2", output)
 
 
 def test_a_run_whose_data_ends_first_is_finished(start, config_file):
