@@ -10,7 +10,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from buffer.chat_rows import from_completion, from_instruction, from_messages, from_preference, from_turns
+from buffer.chat_rows import (
+    from_completion,
+    from_instruction,
+    from_messages,
+    from_preference,
+    from_turns,
+    with_joined_parts,
+)
 from buffer.dotted import resolve
 from buffer.examples import BadRow, Example, shown
 from buffer.transcripts import ASSISTANT, asked
@@ -46,11 +53,12 @@ class Adapter:
                 raise BadRow(f"{key}: {fault}; read as {self.name}, keys found: {found}")
         if not isinstance(row.get("metadata") or {}, dict):
             raise BadRow(f"metadata: expected an object, got {shown(row['metadata'])}")
-        return self.read(row)
+        return self.read({key: with_joined_parts(value) for key, value in row.items()})
 
-    def told(self) -> str:
-        """Name and keys, for the log."""
-        return f"{self.name} ({', '.join((*self.keys, *self.also))})" if self.keys else self.name
+    def told(self, rows: Sequence[Row]) -> str:
+        """Name and those of its keys that the rows have, for the log."""
+        keys = (*self.keys, *(key for key in self.also if any(row.get(key) is not None for row in rows)))
+        return f"{self.name} ({', '.join(keys)})" if keys else self.name
 
 
 def _listed(names: Sequence[str]) -> str:
@@ -73,7 +81,9 @@ def _text(row: Row) -> Example:
     text = row["text"]
     if not isinstance(text, str) or f"{ASSISTANT} " not in text:
         raise BadRow(f'text: expected text with "\\n\\nAssistant: " in it, got {shown(text)}')
-    return Example(text[: text.rindex(f"{ASSISTANT} ") + len(ASSISTANT) + 1], (), (), row)
+    cut = text.rindex(f"{ASSISTANT} ") + len(ASSISTANT) + 1
+    answer = text[cut:]
+    return Example(text[:cut], (answer,) if answer.strip() else (), (), row)
 
 
 def _document(row: Row) -> Example:
@@ -84,6 +94,11 @@ def _asked(row: Row, key: str) -> Any:
     """The prompt under `key`: the same of one row for every stage."""
     value = row[key]
     return asked(value) if key == "query" and isinstance(value, str) and value else _prompt(value)
+
+
+def _question(row: Row) -> Example:
+    answer = row["answer"]  # a solution in words is good for SFT; a bare number is for the reward alone
+    return Example(_prompt(row["question"]), (answer,) if isinstance(answer, str) else (), (), row)
 
 
 def _query(row: Row) -> Example:
@@ -116,8 +131,8 @@ def _pair(prompt: Any, chosen: Any, rejected: Any, row: Row) -> Example:
     return Example(prompt, (chosen, rejected), (1.0, 0.0), row)
 
 
-def _rejected(row: Row) -> Example:
-    return _pair(_prompt(row["prompt"]), row["response"], row["rejected"], row)
+def _rejected(key: str) -> Callable[[Row], Example]:
+    return lambda row: _pair(_asked(row, key), row["response"], row["rejected"], row)
 
 
 def _deepspeed(row: Row) -> Example:
@@ -157,11 +172,13 @@ ADAPTERS: Mapping[str, Adapter] = {
         # Told from `text` by the stage alone: only pretraining takes it where the config says `auto`.
         Adapter("document", ("text",), _document, rank=-1),
         Adapter("query", ("query",), _query, rank=0),
+        Adapter("question-answer", ("question", "answer"), _question, rank=-1),
         Adapter("query-response", ("query", "response"), _answered("query")),
         Adapter("prompt-response", ("prompt", "response"), _answered("prompt")),
         Adapter("query-scores", ("query", "response", "score"), _scored("query")),
         Adapter("prompt-scores", ("prompt", "response", "score"), _scored("prompt")),
-        Adapter("rejected", ("prompt", "response", "rejected"), _rejected),
+        Adapter("query-rejected", ("query", "response", "rejected"), _rejected("query")),
+        Adapter("rejected", ("prompt", "response", "rejected"), _rejected("prompt")),
         Adapter("math", ("prompt", "eval_func", "answer"), _plain),
         Adapter("deepspeed", ("prompt", "chosen"), _deepspeed, also=("rejected",)),
         Adapter("transcripts", ("chosen", "rejected"), _transcripts, rank=3),
@@ -189,7 +206,7 @@ def find(name: str, first_rows: Sequence[Row], where: str) -> Adapter:
         return custom(name)
     if name != AUTO:
         if name not in ADAPTERS:
-            raise ValueError(f"adapter {name!r}: expected auto, module:function or one of {_known()}")
+            raise ValueError(f"adapter {name!r}: expected {AUTO}, {_known()}")
         return ADAPTERS[name]
     keys = [{k for k, v in row.items() if v is not None} for row in first_rows]
     best = _fitting(set.intersection(*keys))
@@ -200,7 +217,7 @@ def find(name: str, first_rows: Sequence[Row], where: str) -> Adapter:
     for name, count in votes.most_common(1):
         if 2 * count >= len(keys):
             return ADAPTERS[name]
-    told = f"could be {' or '.join(a.told() for a in best)}" if best else "rows of no known shape"
+    told = f"could be {' or '.join(a.told(first_rows) for a in best)}" if best else "rows of no known shape"
     found = _listed(sorted(keys[0]))
     raise ValueError(f"{where}: {told}; keys found: {found}; set `adapter` to one of {_known()}")
 
@@ -213,7 +230,7 @@ def _fitting(keys: set[str]) -> list[Adapter]:
 
 
 def _known() -> str:
-    return f"{', '.join(ADAPTERS)} or to a function of yours, module:function"
+    return f"{', '.join(ADAPTERS)}, or a function of yours, module:function"
 
 
 def custom(path: str) -> Adapter:

@@ -103,6 +103,25 @@ def _conversation(before: Messages, messages: Messages, key: str, row: Row) -> E
     return Example((*before, *prompt), answers, (), row, given=len(before))
 
 
+def with_joined_parts(value: Any) -> Any:
+    """Messages with those contents joined that stand as OpenAI's parts and are text throughout; anything else
+    as it is."""
+    if not isinstance(value, list):
+        return value
+    return [{**m, "content": "".join(p["text"] for p in m["content"])} if _in_parts(m) else m for m in value]
+
+
+def _in_parts(message: Any) -> bool:
+    parts = message.get("content") if isinstance(message, dict) else None
+    return (
+        isinstance(parts, list)
+        and parts != []
+        and all(
+            isinstance(p, dict) and p.get("type") == "text" and isinstance(p.get("text"), str) for p in parts
+        )
+    )
+
+
 def _last_turn(messages: Any, key: str) -> tuple[Messages, str]:
     last = messages[-1] if isinstance(messages, list) and messages else None
     if not isinstance(last, dict) or last.get("role") != "assistant" or not last.get("content"):

@@ -52,7 +52,8 @@ class Source:
         """
         row = place if self.share is None else int(self.share[place])
         try:
-            example = self._fitted(self.adapter(self.table[row]))
+            raw = self.table[row]
+            example = self._fitted(self.adapter(raw), raw)
             if self.stage == "rl":  # a prompt goes to the rollout servers with its row
                 check_row(example.row)
             return example
@@ -61,11 +62,11 @@ class Source:
         except BadRow as error:
             raise error.at(self.table.where(row)) from None
 
-    def _fitted(self, example: Example) -> Example:
+    def _fitted(self, example: Example, raw: Any) -> Example:
         try:
             return example.fitted(self.stage)
         except BadRow as error:
-            keys = ", ".join(f"`{key}`" for key, value in sorted(example.row.items()) if value is not None)
+            keys = ", ".join(f"`{key}`" for key, value in sorted(raw.items()) if value is not None)
             told = f"{error.reason}; read as {self.adapter.name}, keys found: {keys}"
             raise BadRow(f"{told}; docs/data.md lists the shapes that are known") from None
 
@@ -178,7 +179,7 @@ def open_sources(
         rows = first_rows(table, LOOKED_AT)
         name = getattr(part, "adapter", AUTO)
         adapter = find("document" if (name, stage) == (AUTO, "pretraining") else name, rows, table.name)
-        logger.info("%s: read as %s, %d rows", table.name, adapter.told(), len(table))
+        logger.info("%s: read as %s, %d rows", table.name, adapter.told(rows), len(table))
         source = Source(table, adapter, stage, split, share(len(table), split, stage))
         if not len(source):
             raise ValueError(f"{table.name}: data.split {split!r} leaves no rows for {stage}")

@@ -15,18 +15,22 @@ SIX = {"role": "assistant", "content": "6"}
 SHAPES = [
     ("prompt", {"prompt": "p", "answer": 4}, "p", (), ()),
     ("prompt", {"prompt": [USER], "metadata": {"a": 1}}, (USER,), (), ()),
-    ("text", {"text": "\n\nHuman: a\n\nAssistant: b"}, "\n\nHuman: a\n\nAssistant: ", (), ()),
+    ("text", {"text": "\n\nHuman: a\n\nAssistant: b"}, "\n\nHuman: a\n\nAssistant: ", ("b",), ()),
+    ("text", {"text": "\n\nHuman: a\n\nAssistant: "}, "\n\nHuman: a\n\nAssistant: ", (), ()),
     (
         "text",
         {"text": "\n\nHuman: a\n\nAssistant: b\n\nHuman: c\n\nAssistant: d"},
         "\n\nHuman: a\n\nAssistant: b\n\nHuman: c\n\nAssistant: ",
-        (),
+        ("d",),
         (),
     ),
     ("query", {"query": "a"}, "\n\nHuman: a\n\nAssistant: ", (), ()),
     ("query", {"query": "\n\nHuman: a\n\nAssistant:"}, "\n\nHuman: a\n\nAssistant:", (), ()),
     ("query", {"query": "Human: a Assistant:"}, "Human: a Assistant:", (), ()),
     ("query", {"query": [USER]}, (USER,), (), ()),
+    ("question-answer", {"question": "2+2?", "answer": "2+2=4\n#### 4"}, "2+2?", ("2+2=4\n#### 4",), ()),
+    ("question-answer", {"question": "2+2?", "answer": 4}, "2+2?", (), ()),
+    ("prompt", {"prompt": "p", "question": "2+2?", "answer": "4"}, "p", (), ()),
     ("query-response", {"query": "q", "response": "r"}, "\n\nHuman: q\n\nAssistant: ", ("r",), ()),
     ("prompt-response", {"prompt": "q", "response": "r"}, "q", ("r",), ()),
     ("query-scores", {"query": "q", "response": ["a", "b"], "score": [0.7, 0.3]},
@@ -35,6 +39,8 @@ SHAPES = [
      "\n\nHuman: q\n\nAssistant:", (" a", " b"), (1.0, 0.0)),
     ("prompt-scores", {"prompt": "q", "response": ["a", "b"], "score": [1, 0]}, "q", ("a", "b"), (1.0, 0.0)),
     ("rejected", {"prompt": "q", "response": "a", "rejected": "b"}, "q", ("a", "b"), (1.0, 0.0)),
+    ("query-rejected", {"query": "q", "response": "a", "rejected": "b"},
+     "\n\nHuman: q\n\nAssistant: ", ("a", "b"), (1.0, 0.0)),
     ("math", {"eval_func": "math_rule", "prompt": "q", "answer": "#### 4"}, "q", (), ()),
     ("deepspeed", {"prompt": "Human: q Assistant:", "chosen": "a", "rejected": "b"},
      "Human: q Assistant:", ("a", "b"), (1.0, 0.0)),
@@ -232,6 +238,28 @@ def test_a_chat_message_has_a_known_role_and_a_text(message, reason, key):
         find("auto", [row], "data")(row)
 
 
+def test_a_text_in_parts_is_joined():
+    parts = [{"type": "text", "text": "2+2"}, {"type": "text", "text": "?"}]
+    row = {"messages": [{"role": "user", "content": parts}, REPLY]}
+    found = find("auto", [row], "data")(row)
+    assert (found.prompt, found.responses) == ((USER,), ("4",))
+    assert found.row == {"messages": [USER, REPLY]}
+    pair = {"prompt": row["messages"][:1], "chosen": "a", "rejected": "b"}
+    assert find("auto", [pair], "data")(pair).prompt == (USER,)
+
+
+def test_only_keys_that_are_there_are_told():
+    rows = [{"prompt": "p", "answer": None}, {"prompt": "p", "metadata": {}}]
+    assert ADAPTERS["prompt"].told(rows) == "prompt (prompt, metadata)"
+
+
+def test_an_unknown_adapter_is_told_with_the_known():
+    with pytest.raises(
+        ValueError, match=r"^adapter 'x': expected auto, prompt, .*, or a function of yours, module:f"
+    ):
+        find("x", [{"prompt": "p"}], "data")
+
+
 def test_a_call_of_a_tool_needs_no_text():
     called = [USER, {"role": "assistant", "content": None, "tool_calls": [{"name": "sum"}]}]
     row = {"prompt": [*called, {"role": "tool", "content": "4"}]}
@@ -251,8 +279,6 @@ def test_a_function_of_ones_own_is_an_adapter():
         find("builtins:len", [row], "data")(row)
     with pytest.raises(ValueError, match="cannot be imported"):
         find("buffer.nothing:here", [row], "data")
-    with pytest.raises(ValueError, match="expected auto, module:function or one of prompt, text"):
-        find("nothing", [row], "data")
 
 
 def test_a_document_is_taken_whole_and_only_by_name():
