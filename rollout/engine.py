@@ -19,11 +19,14 @@ class EngineFailed(RuntimeError):
 class CompletionFailed(RuntimeError):
     """One completion cannot be used; the engine lives.
 
+    Its text is one line, whatever a user's function put into it.
+
     Attributes:
         kind: The name under which it is counted: `engine`, `nonfinite_logprob`, `reward_timeout`…
     """
 
     def __init__(self, kind: str, detail: str = "") -> None:
+        detail = "".join(c if c.isprintable() else repr(c)[1:-1] for c in detail)
         super().__init__(f"{kind}: {detail}" if detail else kind)
         self.kind = kind
 

@@ -69,9 +69,7 @@ class RewardPool:
         Raises:
             ValueError: The reward function cannot be imported.
         """
-        self._printed.parent.mkdir(parents=True, exist_ok=True)
-        self._printed.touch()
-        self._known_bytes = self._printed.stat().st_size
+        self._known_bytes = self._printed.stat().st_size if self._printed.exists() else 0
         for _ in range(self._config.workers):
             self._idle.put_nowait(await self._spawn())
 
@@ -168,12 +166,13 @@ class _Worker:
                 return await cls._start(config, key, printed)
             except OSError as error:
                 if error.errno not in OUT:
-                    raise
+                    raise RewardStartError(f"{key}: no process can be started for it: {error}") from error
                 await asyncio.sleep(LOOK_S)
 
     @classmethod
     async def _start(cls, config: FunctionReward, key: str, printed: Path) -> "_Worker":
         memory = str(config.memory_mib << 20)
+        printed.parent.mkdir(parents=True, exist_ok=True)  # each time: logs may be cleared away meanwhile
         with printed.open("ab") as errors:
             process = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-m", "rollout.reward_worker", config.function, memory),

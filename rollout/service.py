@@ -1,6 +1,7 @@
 """The rollout server as a process: what it is made of, in which order it starts, and what ends it."""
 
 import asyncio
+import errno
 import logging
 import sys
 from collections.abc import Awaitable, Callable
@@ -50,7 +51,13 @@ def run(experiment: RolloutExperiment, name: str) -> None:
     try:
         uvloop.run(_serve(experiment, name))
     except (EngineFailed, SyncError, Refusal, OSError, ValueError) as error:
-        logger.error("rollout server %s stops: %s", name, error)
+        reason = str(error)
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            # Of a write to an open file the system names none.
+            reason = (
+                f"{experiment.run_dir}: cannot be written: {error.strerror}; make room and start it again"
+            )
+        logger.error("rollout server %s stops: %s", name, reason)
         sys.exit(1)
 
 

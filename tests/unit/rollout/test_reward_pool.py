@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import shutil
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -269,6 +270,37 @@ def test_a_function_that_cannot_be_imported_is_told_at_the_start(function):
 
     with pytest.raises(RewardStartError, match=r"rewards\.made\.function=.* expected an importable"):
         asyncio.run(go())
+
+
+def test_logs_that_are_cleared_away_meanwhile_do_not_keep_a_process_from_being_replaced():
+    async def go():
+        async with pool_of() as pool:
+            shutil.rmtree(PRINTED.parent)
+            with pytest.raises(CompletionFailed, match="reward_timeout"):
+                await pool.score("hang", {})
+            return (await pool.score("good", {})).reward
+
+    assert asyncio.run(go()) == 1.0
+
+
+def test_a_process_that_cannot_be_started_fails_the_completion_alone(monkeypatch):
+    async def go():
+        async with pool_of() as pool:
+            with pytest.raises(CompletionFailed, match="reward_timeout"):
+                await pool.score("hang", {})
+            with monkeypatch.context() as patched:
+                patched.setattr("rollout.reward_pool.sys.executable", "/nowhere/python")
+                with pytest.raises(
+                    CompletionFailed, match=r"reward_start: .*no process can be started for it"
+                ):
+                    await pool.score("good", {})
+            return (await pool.score("good", {})).reward
+
+    assert asyncio.run(go()) == 1.0
+
+
+def test_whatever_it_says_a_failed_completion_is_told_in_one_line():
+    assert str(CompletionFailed("reward_raised", "a\nb\x1b[31m\r c")) == r"reward_raised: a\nb\x1b[31m\r c"
 
 
 def test_closing_ends_every_process():
