@@ -12,6 +12,8 @@ EXIT_INTERRUPTED = 130
 
 def end_at_ctrl_c() -> None:
     signal.signal(signal.SIGINT, _end)
+    # Whoever starts this process may hold the signal back until here.
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
 
 def _end(*_: object) -> None:

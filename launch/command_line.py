@@ -1,6 +1,7 @@
 """What the commands of `slipstream` share: their arguments, and how they tell a mistake."""
 
 import errno
+import os
 import shlex
 import shutil
 import sys
@@ -12,6 +13,8 @@ from typing import Annotated, NoReturn
 import typer
 
 EXIT_USAGE = 2
+TYPED = "SLIPSTREAM_TYPED"
+"""Environment variable: the command by which the user started what started this one."""
 
 Config = Annotated[Path, typer.Argument(metavar="CONFIG", help="The experiment's YAML file.")]
 Overrides = Annotated[
@@ -20,7 +23,10 @@ Overrides = Annotated[
 
 
 def typed() -> str:
-    """This command, as it can be given again: by its path where the environment is not activated."""
+    """This command, as it can be given again: by its path where the environment is not activated. Of a stage
+    that a pipeline started, the pipeline's."""
+    if (command := os.environ.get(TYPED)) is not None:
+        return command
     by_path = Path(sys.argv[0]).name == "slipstream" and not shutil.which("slipstream")
     return shlex.join([sys.argv[0] if by_path else "slipstream", *sys.argv[1:]])
 

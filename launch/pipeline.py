@@ -17,6 +17,7 @@ from pydantic import AfterValidator, Field, field_validator
 from rich.console import Console
 
 from buffer.experiment import ConfigError, Experiment, Section, folder_name, load
+from launch.command_line import TYPED
 from launch.experiment import check_kind
 
 REFERENCE_HELP = "{name} of an earlier stage stands for the model folder that stage writes"
@@ -140,22 +141,27 @@ def run(stages: list[Stage], command: str, console: Console) -> int:
     """
     for number, stage in enumerate(stages, 1):
         console.rule(f"stage {number} of {len(stages)}: {stage.config.name}")
-        code = _run(stage.command)
+        code = _run(stage.command, command)
         if code:
             console.print(f"stage {stage.config.name} is not finished; `{command}` goes on with it")
             return code
     return 0
 
 
-def _run(command: list[str]) -> int:
-    """Run one command in front and wait for its end, whatever signal comes."""
-    with subprocess.Popen(command) as child:
+def _run(words: list[str], command: str) -> int:
+    """Run one stage in front and wait for its end, whatever signal comes; to go on with it, the user is told
+    `command`."""
+    environment = os.environ | {TYPED: command}
+    # Python itself cannot take a Ctrl-C while it comes up: the stage lets it through once it can.
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    with subprocess.Popen(words, env=environment) as child:
         # A terminal sends Ctrl-C to parent and child alike; SIGTERM comes here alone.
         handlers: dict[int, Any] = {
             signal.SIGINT: lambda *_: None,
             signal.SIGTERM: lambda *_: child.terminate(),
         }
         before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
         try:
             code = child.wait()
         finally:

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from buffer.ctrl_c import EXIT_INTERRUPTED
 from buffer.experiment import ConfigError, load
 from launch import pipeline
 from launch.experiment import WholeExperiment, reward_models
@@ -93,6 +94,26 @@ def test_a_stage_that_does_not_end_well_ends_the_pipeline(tmp_path, capsys, code
     assert log.read_text() == ran
     told = capsys.readouterr().out
     assert ("stage a is not finished; `slipstream pipeline p.yaml` goes on with it" in told) == (code != 0)
+
+
+def test_a_stage_names_the_pipelines_command_as_the_one_to_go_on_with(tmp_path):
+    stage = Scripted("a", tmp_path / "log", 0)
+    asks = "import sys; from launch.command_line import typed; open(sys.argv[1], 'w').write(typed())"
+    stage.command = [sys.executable, "-c", asks, str(tmp_path / "log")]
+    assert pipeline.run([stage], "slipstream pipeline p.yaml", Console()) == 0
+    assert (tmp_path / "log").read_text() == "slipstream pipeline p.yaml"
+
+
+def test_ctrl_c_while_python_comes_up_for_a_stage_waits_until_the_stage_can_take_it(tmp_path):
+    """A shell that is interrupted before the stage's interpreter is up, as from a terminal."""
+    stage = Scripted("a", tmp_path / "log", 0)
+    comes_up = (
+        "kill -INT $$; exec {python} -c 'from buffer.ctrl_c import end_at_ctrl_c; {log}; end_at_ctrl_c()'"
+    )
+    log = f'open("{tmp_path / "log"}", "w").write("up")'
+    stage.command = ["sh", "-c", comes_up.format(python=sys.executable, log=log)]
+    assert pipeline.run([stage], "slipstream pipeline p.yaml", Console()) == EXIT_INTERRUPTED
+    assert (tmp_path / "log").read_text() == "up"
 
 
 def test_a_killed_stage_is_told_by_its_signal(tmp_path):
