@@ -21,7 +21,7 @@ from buffer.examples import BadRow
 
 CHUNK = 4 * 2**20
 LONGEST_ROW = 256 * 2**20
-"""Bytes of one element of an array at most."""
+"""Bytes of one line or of one element of an array at most."""
 CUT_OFF = 16
 """A decoder that complains this near to the end of what it was given may have been given too little."""
 
@@ -65,6 +65,8 @@ class TextTable:
 
     def __getitem__(self, row: int) -> Any:
         start, end, _ = (int(n) for n in self._spans[row])
+        if end - start > LONGEST_ROW:
+            raise BadRow(f"of {(end - start) >> 20} MiB; expected at most {LONGEST_ROW >> 20}")
         try:
             text = os.pread(self._file, end - start, start).decode("utf-8-sig").rstrip("\r\n")
             value = json.loads(text)
@@ -114,12 +116,15 @@ def _spans(path: Path, scan: Scan, key: str | None) -> np.ndarray:
 
 def lines(path: Path) -> Iterator[Span]:
     """Every line that is not blank."""
-    start = 0
+    start = number = 0
     with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            if not line.isspace():
-                yield start, start + len(line), number
-            start += len(line)
+        while part := file.readline(CHUNK):
+            number, end, blank = number + 1, start + len(part), part.isspace()
+            while not part.endswith(b"\n") and (part := file.readline(CHUNK)):
+                end, blank = end + len(part), blank and part.isspace()
+            if not blank:
+                yield start, end, number
+            start = end
 
 
 def items(path: Path) -> Iterator[Span]:

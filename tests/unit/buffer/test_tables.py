@@ -3,6 +3,7 @@ import json
 import os
 import subprocess
 import sys
+import tracemalloc
 
 import pyarrow as pa
 import pytest
@@ -124,6 +125,30 @@ def test_a_broken_line_costs_that_line(tmp_path):
     with pytest.raises(BadRow, match=r"\\ud83d is half of a character"):
         table[4]
     assert table[5] == {"a": "\U0001f600"}
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 1 << 20])
+def test_lines_are_found_whatever_is_read_at_once(tmp_path, monkeypatch, chunk):
+    monkeypatch.setattr(text_tables, "CHUNK", chunk)
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(b'{"a": 1}\n   \n\n{"a": 2}\r\n{"a": 3}')
+    assert list(lines(path)) == [(0, 9, 1), (14, 24, 4), (24, 32, 5)]
+
+
+def test_a_line_that_is_too_long_is_a_bad_row_and_read_into_no_memory(tmp_path):
+    path = tmp_path / "hole.jsonl"
+    path.write_bytes(b'{"a": 1}\n')
+    os.truncate(path, 600 << 20)
+    tracemalloc.start()
+    try:
+        table = TextTable(path, lines)
+        assert table[0] == {"a": 1}
+        with pytest.raises(BadRow, match="of 599 MiB; expected at most 256"):
+            table[1]
+        assert tracemalloc.get_traced_memory()[1] < 32 << 20
+    finally:
+        tracemalloc.stop()
+    assert table.where(1) == f"{path}:2"
 
 
 @pytest.mark.parametrize("name", ["stream.arrow", "file.arrow", "packed.arrow", "a.parquet", "b"])
