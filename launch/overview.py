@@ -94,6 +94,11 @@ def mean_of(lines: Sequence[Record], key: str) -> float | None:
     return sum(values) / len(values) if values else None
 
 
+def taught_nothing(record: Record) -> bool:
+    """Whether no token of a step had a gradient because all completions of each prompt earned the same."""
+    return record.get("gradient_fraction") == 0 and record.get("reward/equal_groups") == 1
+
+
 def clock(seconds: float) -> str:
     """`48 s`, `3 min 20 s`, `2 h 05 min`."""
     whole = round(seconds)

@@ -30,6 +30,7 @@ from launch.overview import (
     seconds_left,
     server_rate,
     servers_wait,
+    taught_nothing,
     waste_rate,
 )
 
@@ -206,6 +207,7 @@ def step_line(e: WholeExperiment, history: History, record: Record) -> str:
     parts = [
         f"step {int(record['step'])}/{e.learner.steps}",
         _part(record, "reward/mean", "reward {:.3f}"),
+        "taught nothing, rewards are alike" if taught_nothing(record) else "",
         _part(record, "staleness/mean", "staleness {:.2f}"),
         _part(record, "rho/mean", "ρ {:.3f}"),
         _part(record, "time/wait_batch", "learner waited {:.1f} s"),

@@ -9,7 +9,7 @@ from typing import Any
 
 from launch.experiment import resolved
 from launch.history import History, Record
-from launch.overview import clock, mean_of, step_seconds
+from launch.overview import clock, mean_of, step_seconds, taught_nothing
 
 LEARNED = {
     "value/loss": "value loss",
@@ -47,6 +47,8 @@ class Summary:
     """Mean of each part in the first and in the last step, by name."""
     learned: dict[str, tuple[float | None, float | None]]
     """Of value model and reference, in the first and in the last step, by name."""
+    taught_nothing: int
+    """Steps, by `overview.taught_nothing`."""
     skipped: int
     """Optimizer steps not made because the gradient was not finite."""
     rho_mean: float | None
@@ -108,6 +110,7 @@ class Summary:
             *((f"  {name}", _say("{:.3f} → {:.3f}", *ends)) for name, ends in self._shown_parts()),
             *((name, _say("{:.3f} → {:.3f}", *ends)) for name, ends in self.pass_rates.items()),
             *((name, _say("{:.3f} → {:.3f}", *ends)) for name, ends in self.learned.items()),
+            ("alike", self._alike()),
             ("skipped", f"{self.skipped} optimizer steps: the gradient was not finite" * bool(self.skipped)),
             ("samples", _say("{:.2f} a second", self.samples_per_second)),
             ("tokens", _say("{:.0f} a second generated, {:.0f} a second trained", generated, trained)),
@@ -130,6 +133,10 @@ class Summary:
             ("value model", self.value_model or ""),
         ]
         return [(key, value) for key, value in rows if value]
+
+    def _alike(self) -> str:
+        told = f"{self.taught_nothing} steps taught nothing: the completions of each prompt earned the same"
+        return f"{told}; buffer.dynamic_sampling asks for other prompts" * bool(self.taught_nothing)
 
     def _long_prompts(self) -> str:
         of = self.starvation.get
@@ -212,6 +219,7 @@ def summarize(run_dir: Path, history: History | None = None) -> Summary:
             key.removeprefix("reward_parts/"): ends for key, ends in _ends(records, "reward_parts/").items()
         },
         learned=_learned(records),
+        taught_nothing=sum(map(taught_nothing, records)),
         skipped=sum(int(r.get("skipped_updates", 0)) for r in records),
         rho_mean=mean_of(records, "rho/mean"),
         ess_mean=mean_of(records, "ess"),

@@ -102,10 +102,11 @@ class StepReport:
         return self.sums.get("reference_k1", 0.0) / max(self.completions, 1)
 
     def row(self) -> Row:
-        """Means over the batch's trained tokens that a gradient comes from; ρ and ESS of none are None."""
+        """Means over the batch's trained tokens with a gradient; of none they are None, fractions 0."""
         of = self.sums
-        tokens = max(of.get("tokens", 0.0), 1.0)
-        mean = {name: value / tokens for name, value in of.items()} if of.get("tokens") else {}
+        tokens = of.get("tokens", 0.0)
+        mean = {name: value / tokens for name, value in of.items()} if tokens else {}
+        unknown = 0.0 if tokens else None
         updates = max(len(self.grad_norms), 1)
         inverse = of.get("inverse_rho_max", 0.0)
         return {
@@ -119,12 +120,12 @@ class StepReport:
             "rho/min": 1 / inverse if inverse else None,
             "rho/max": of.get("rho_max", 0.0),
             "ess": effective_share(of),
-            "kl/k1": mean.get("behavior_k1", 0.0),
-            "kl/k3": mean.get("behavior_k3", 0.0),
-            "kl/reference": mean.get("reference_kl", 0.0),
+            "kl/k1": mean.get("behavior_k1", unknown),
+            "kl/k3": mean.get("behavior_k3", unknown),
+            "kl/reference": mean.get("reference_kl", unknown),
             "kl/completion": self.divergence,
             "kl/coefficient": self.kl_coefficient,
-            "entropy": mean.get("entropy", 0.0),
+            "entropy": mean.get("entropy", unknown),
             "clip_fraction": mean.get("clipped", 0.0),
             "mask_fraction": mean.get("masked", 0.0),
             "veto_fraction": mean.get("vetoed", 0.0),

@@ -97,13 +97,20 @@ def test_without_a_terminal_a_step_is_a_line(make_run, config_file):
         rows = (run_dir / "metrics.jsonl").open("a")
         with rows:
             rows.write(json.dumps({"step": 1, "time": 5.0, "time/step": 30.0, "reward/mean": 0.25}) + "\n")
+            alike = {"gradient_fraction": 0.0, "reward/equal_groups": 1.0}
+            rows.write(
+                json.dumps({"step": 2, "time": 6.0, "time/step": 1.0, "reward/mean": 1.0} | alike) + "\n"
+            )
         (run_dir / "eval.jsonl").write_text(json.dumps({"kind": "score", "version": 1, "score": 0.5}) + "\n")
         screen._due = 0.0
         screen.update()
         screen._due = 0.0
         screen.update()
     lines = output.getvalue().splitlines()
-    assert lines.count("step 1/24 · reward 0.250") == 1
+    assert lines.count("step 1/24 · reward 0.250 · 22 s left") == 1
+    assert [line.split(" · ")[:3] for line in lines if line.startswith("step 2/24")] == [
+        ["step 2/24", "reward 1.000", "taught nothing, rewards are alike"]
+    ]
     assert lines.count("eval of version 1: 0.500") == 1
     assert "\x1b" not in output.getvalue()
 

@@ -41,8 +41,9 @@ def test_means_are_over_the_tokens_of_all_updates_and_the_loss_over_updates():
 def test_a_batch_without_gradient_has_no_ratio():
     row = StepReport(lr=0.1, trained_tokens=9).row()
     assert row["ess"] is None
-    assert row["rho/mean"] is None
-    assert row["rho/min"] is None
+    for name in ("rho/mean", "rho/min", "kl/k1", "kl/k3", "kl/reference", "entropy"):
+        assert row[name] is None
+    assert row["clip_fraction"] == 0
     assert row["gradient_fraction"] == 0
 
 
