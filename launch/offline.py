@@ -25,6 +25,7 @@ from launch.local import (
     tell_resuming,
     write_config,
 )
+from launch.overview import clock, seconds_left
 from launch.resuming import check_checkpoint
 from launch.services import torchrun
 from launch.supervisor import POLL_S, Failure, Service, Supervisor
@@ -170,11 +171,12 @@ class ProgressLine:
                     self._task, description=step, completed=made, total=total, told=told_of(record)
                 )
             else:
-                self.say(f"{step}: {told_of(record)}")
+                left = seconds_left(self._history, total)
+                self.say(f"{step}: {told_of(record)}{f'  {clock(left)} left' if left else ''}")
 
 
 def told_of(record: Record) -> str:
     """What a step's record says, in a few words."""
     facts = [f"{name} {float(record[name]):.4f}" for name in TOLD if record.get(name) is not None]
     rate = float(record.get("tokens/s") or 0)
-    return "  ".join([*facts, *([f"{rate:.0f} tokens/s"] if rate else [])])
+    return "  ".join([*facts, *([f"{rate:.0f} learned tokens/s"] if rate else [])])
