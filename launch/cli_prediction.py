@@ -106,7 +106,8 @@ def _resumable(output: Path) -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        typer.echo(f"stopped; {output} keeps what was written, the same command goes on from there", err=True)
+        kept = f"{output} keeps what was written, the same command goes on from there"
+        typer.echo(f"stopped; {kept if output.exists() else 'nothing was written yet'}", err=True)
         raise typer.Exit(EXIT_INTERRUPTED) from None
     except (CompletionFailed, EngineFailed) as failure:
         fail(f"{failure}; {output} keeps what was written, the same command goes on from there")

@@ -121,11 +121,12 @@ def table_of(results: dict[str, Any]) -> Table:
 def progress(doing: str, terminal: TextIO) -> Iterator["Told"]:
     """Show rows done, completions a second and the time left: a bar on a terminal, lines elsewhere."""
     console = Console(file=terminal)
-    started = time.monotonic()
-    completions, last_line = 0, started
+    completions, last_line = 0, time.monotonic()
+    first: float | None = None
+    """When the first row came, before which the engine started; rates are of those behind it."""
 
-    def rate() -> str:
-        return f"{completions / max(1e-9, time.monotonic() - started):.1f} completions/s"
+    def rate(now: float) -> str:
+        return f"{completions / (now - first):.1f} completions/s" if first is not None and now > first else ""
 
     columns = (
         TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(),
@@ -134,13 +135,17 @@ def progress(doing: str, terminal: TextIO) -> Iterator["Told"]:
     with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
         task = bar.add_task(doing, total=None, rate="starting the engine")
 
+        if not console.is_terminal:
+            console.print(f"{doing}: the engine starts, which takes half a minute or so")
+
         def told(number: int, total: int, line: dict[str, Any]) -> None:
-            nonlocal completions, last_line
-            completions += len(line["completions"])
-            bar.update(task, completed=number + 1, total=total, rate=rate())
+            nonlocal completions, first, last_line
             now = time.monotonic()
+            completions += 0 if first is None else len(line["completions"])
+            first = now if first is None else first
+            bar.update(task, completed=number + 1, total=total, rate=rate(now))
             if not console.is_terminal and (now - last_line >= LINE_EVERY_S or number + 1 == total):
                 last_line = now
-                console.print(f"{doing}: row {number + 1} of {total}, {rate()}")
+                console.print(", ".join(filter(None, (f"{doing}: row {number + 1} of {total}", rate(now)))))
 
         yield told
