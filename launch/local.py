@@ -175,7 +175,7 @@ def is_finished(e: WholeExperiment, history: History) -> bool:
 
 
 def _evaluated(e: WholeExperiment, history: History) -> bool:
-    last = max(history.steps)  # more than are wanted now, where `learner.steps` was lowered
+    last = max(history.steps, default=0)  # more than are wanted now, where `learner.steps` was lowered
     return e.eval is None or last in history.scores
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from launch.experiment import resolved
 from launch.history import History, Record
-from launch.overview import clock, mean_of, step_seconds, taught_nothing
+from launch.overview import clock, many, mean_of, step_seconds, taught_nothing
 
 LEARNED = {
     "value/loss": "value loss",
@@ -135,8 +135,10 @@ class Summary:
         return [(key, value) for key, value in rows if value]
 
     def _alike(self) -> str:
-        told = f"{self.taught_nothing} steps taught nothing: the completions of each prompt earned the same"
-        return f"{told}; buffer.dynamic_sampling asks for other prompts" * bool(self.taught_nothing)
+        told = (
+            "taught nothing: completions of one prompt earned alike; buffer.dynamic_sampling asks for others"
+        )
+        return f"{many(self.taught_nothing, 'step')} {told}" * bool(self.taught_nothing)
 
     def _long_prompts(self) -> str:
         of = self.starvation.get

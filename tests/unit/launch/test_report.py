@@ -101,9 +101,11 @@ def test_what_a_value_model_and_a_reference_learned_and_steps_not_made_are_in_th
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     for number, row in enumerate(rows):
         row |= {"value/loss": 0.5 - number / 10, "kl/completion": number / 4, "skipped_updates": 1}
+        row |= {"gradient_fraction": min(number, 1), "reward/equal_groups": 1.0}
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     told = summarize(run_dir).text()
     assert "value loss   0.500 → 0.300" in told
+    assert "alike        1 step taught nothing: completions of one prompt earned alike;" in told
     assert "skipped      3 optimizer steps: the gradient was not finite" in told
     assert "KL" not in told, "of a run without a reference it is 0"
     path.write_text("".join(json.dumps(row | {"time/reference": 1.0}) + "\n" for row in rows))
