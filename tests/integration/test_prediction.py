@@ -1,6 +1,7 @@
 """`slipstream generate` and `slipstream evaluate` on the real vLLM."""
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -59,7 +60,10 @@ def test_generation_goes_on_where_it_was_interrupted_and_is_the_models_own(make_
 
     again = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=200)
     assert again.returncode == 0, again.stderr
-    assert all(line.startswith("generating: row") for line in again.stderr.splitlines())
+    start, *rows_told = again.stderr.splitlines()
+    assert start.startswith("generating: the engine starts")
+    assert all(line.startswith("generating: row") for line in rows_told)
+    assert re.search(r"generating: row 600 of 600, \d+\.\d completions/s$", rows_told[-1])
     assert "vllm" in output.with_suffix(".log").read_text(), "pages of it, and not on the terminal"
     assert "600 rows" in again.stdout
     assert output.read_text().startswith(done), "what was written is not made again"
@@ -126,7 +130,8 @@ def test_a_start_that_fails_tells_the_engines_own_reason_in_its_one_line(make_ex
     ]  # fmt: skip
     run = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=200, check=False)
     assert run.returncode == 2
-    (line,) = run.stderr.splitlines()
+    start, line = run.stderr.splitlines()
+    assert start == "generating: the engine starts, which takes half a minute or so"
     assert "vLLM does not start with" in line
     assert "ValueError: No available memory for the cache blocks" in line
     assert "root cause" not in line
