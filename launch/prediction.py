@@ -4,10 +4,8 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import Any, TextIO
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -20,9 +18,6 @@ from launch import model_folder
 from launch.experiment import engine_reasons
 from rollout.config import PredictionExperiment
 from rollout.engine_log import engine_log
-
-if TYPE_CHECKING:
-    from rollout.offline import Told
 
 LINE_EVERY_S = 10.0
 """Between lines where there is no terminal."""
@@ -76,7 +71,7 @@ def generate(
     chosen = sampling.temperature if temperature is None else temperature
     plan = SamplingPlan(samples, chosen, sampling.max_tokens, top_p, top_k)
     rows = offline.open_rows(experiment, source)
-    with engine_log(output.with_suffix(".log")) as terminal, progress("generating", terminal) as told:
+    with engine_log(output.with_suffix(".log")) as terminal, ProgressLine("generating", terminal) as told:
         offline.generate(experiment, rows, plan, output, told)
     refused = refused_lines(output)
     without = f"; {refused} of them refused, each line says why" if refused else ""
@@ -94,7 +89,7 @@ def evaluate(experiment: PredictionExperiment, folder: Path, console: Console) -
         raise ValueError("evaluate: the experiment has no `eval` section; expected eval.source at least")
     from rollout import offline
 
-    with engine_log(folder / "engine.log") as terminal, progress("evaluating", terminal) as told:
+    with engine_log(folder / "engine.log") as terminal, ProgressLine("evaluating", terminal) as told:
         results = offline.evaluate(experiment, config, folder, told)
     console.print(table_of(results))
     target = config.target
@@ -117,35 +112,40 @@ def table_of(results: dict[str, Any]) -> Table:
     return table
 
 
-@contextmanager
-def progress(doing: str, terminal: TextIO) -> Iterator["Told"]:
-    """Show rows done, completions a second and the time left: a bar on a terminal, lines elsewhere."""
-    console = Console(file=terminal)
-    completions, last_line = 0, time.monotonic()
-    first: float | None = None
-    """When the first row came, before which the engine started; rates are of those behind it."""
+class ProgressLine:
+    """Context manager: rows done, rate and time left; a bar on a terminal, lines elsewhere."""
 
-    def rate(now: float) -> str:
-        return f"{completions / (now - first):.1f} completions/s" if first is not None and now > first else ""
+    def __init__(self, doing: str, terminal: TextIO) -> None:
+        self._doing = doing
+        self._console = Console(file=terminal)
+        self._completions = 0
+        self._first: float | None = None
+        """When the first row came, before which the engine started; rates are of those behind it."""
+        self._last_line = time.monotonic()
+        columns = (
+            TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(),
+            TextColumn("{task.fields[rate]}"), TimeRemainingColumn(),
+        )  # fmt: skip
+        self._bar = Progress(*columns, console=self._console, disable=not self._console.is_terminal)
+        self._task = self._bar.add_task(doing, total=None, rate="starting the engine")
 
-    columns = (
-        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(),
-        TextColumn("{task.fields[rate]}"), TimeRemainingColumn(),
-    )  # fmt: skip
-    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
-        task = bar.add_task(doing, total=None, rate="starting the engine")
+    def __enter__(self) -> "ProgressLine":
+        self._bar.start()
+        return self
 
-        if not console.is_terminal:
-            console.print(f"{doing}: the engine starts, which takes half a minute or so")
+    def __exit__(self, *_: object) -> None:
+        self._bar.stop()
 
-        def told(number: int, total: int, line: dict[str, Any]) -> None:
-            nonlocal completions, first, last_line
-            now = time.monotonic()
-            completions += 0 if first is None else len(line["completions"])
-            first = now if first is None else first
-            bar.update(task, completed=number + 1, total=total, rate=rate(now))
-            if not console.is_terminal and (now - last_line >= LINE_EVERY_S or number + 1 == total):
-                last_line = now
-                console.print(", ".join(filter(None, (f"{doing}: row {number + 1} of {total}", rate(now)))))
+    def starts(self) -> None:
+        if not self._console.is_terminal:
+            self._console.print(f"{self._doing}: the engine starts, which takes half a minute or so")
 
-        yield told
+    def written(self, number: int, total: int, line: dict[str, Any]) -> None:
+        now = time.monotonic()
+        self._completions += 0 if self._first is None else len(line["completions"])
+        self._first = now if self._first is None else self._first
+        rate = f"{self._completions / (now - self._first):.1f} completions/s" if now > self._first else ""
+        self._bar.update(self._task, completed=number + 1, total=total, rate=rate)
+        if not self._console.is_terminal and (now - self._last_line >= LINE_EVERY_S or number + 1 == total):
+            self._last_line = now
+            self._console.print(f"{self._doing}: row {number + 1} of {total}{f', {rate}' if rate else ''}")

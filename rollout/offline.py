@@ -2,10 +2,10 @@
 evaluate` run."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import uvloop
 
@@ -23,8 +23,15 @@ from rollout.scorer.local import LocalScorer, open_model
 from rollout.tokenizers import load_tokenizer
 from rollout.total_reward import open_rewards
 
-Told = Callable[[int, int, Line], None]
-"""Called with a row's number, how many rows there are, and the line written of it."""
+
+class Told(Protocol):
+    """Who is told how it goes."""
+
+    def starts(self) -> None:
+        """All is well so far, and the engines start."""
+
+    def written(self, number: int, total: int, line: Line) -> None:
+        """Of this row, of so many, there is a line."""
 
 
 def open_rows(experiment: PredictionExperiment, source: PromptSource) -> PromptRows:
@@ -116,6 +123,7 @@ async def _predict(
     output = Output(path, _settings(experiment, rows, plan, scored))
     if output.begin() == len(rows):
         return
+    told.starts()
     async with AsyncExitStack() as stack:
         rewards = None
         if scored:
@@ -136,7 +144,10 @@ async def _predict(
         # Twice what is decoded at a time keeps the engine full while the oldest row is waited for.
         window = max(2, 2 * rollout.engine.max_num_seqs // plan.samples)
         skip = _skips_bad_rows(experiment)
-        await predict(rows, output, predictor.line, window, lambda i, line: told(i, len(rows), line), skip)
+        total = len(rows)
+        await predict(
+            rows, output, predictor.line, window, lambda i, line: told.written(i, total, line), skip
+        )
 
 
 def _settings(
