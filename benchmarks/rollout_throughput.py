@@ -30,6 +30,7 @@ from buffer.client import BufferClient
 from buffer.experiment import load
 from buffer.processor import native_dtype
 from buffer.rendering import Renderer
+from buffer.tokenizers import load_tokenizer
 from rollout.config import FunctionReward, RolloutExperiment
 from rollout.engine import Request
 from rollout.groups import GroupRunner
@@ -38,7 +39,6 @@ from rollout.metrics import Meters
 from rollout.reward_pool import RewardPool
 from rollout.service import sampling_plans
 from rollout.tasks import addition
-from rollout.tokenizers import load_tokenizer
 from rollout.total_reward import FunctionSource, TotalReward
 from rollout.vllm_engine import VLLMEngine
 

@@ -58,10 +58,10 @@ def chat(
     """
     # Only now: a mistake in the arguments is told at once.
     from buffer.rendering import Renderer
+    from buffer.tokenizers import load_tokenizer
     from rollout.conversation import Conversation
     from rollout.engine import EngineFailed
     from rollout.groups import SamplingPlan
-    from rollout.tokenizers import load_tokenizer
     from rollout.vllm_engine import VLLMEngine
 
     tokenizer = load_tokenizer("MODEL", model.path)

@@ -23,6 +23,8 @@ MADE_BY = {
 """What writes the folders that the examples name."""
 SCORING = "ForSequenceClassification"
 """How the name of a reward model's architecture ends."""
+FLOATS = ("F32", "BF16", "F16", "F64")
+"""Of safetensors' dtypes those that hold weights as they are; of quantised ones the scales lie elsewhere."""
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
@@ -164,7 +166,7 @@ def _unlike(key: str, path: str, fields: dict[str, Any]) -> list[str]:
 
 
 def _shapes(key: str, path: str, family: Family) -> list[str]:
-    """The first tensor that is missing, of another shape, or asked for by nobody."""
+    """The first tensor that is missing, of another shape or of no plain floats, or asked for by nobody."""
     found = read_shapes(Path(path))
     asked = {whole.name: whole.shape for slot in slots(family, ParallelConfig()) for whole in slot.whole}
     if not family.has_score:
@@ -174,11 +176,14 @@ def _shapes(key: str, path: str, family: Family) -> list[str]:
             return [
                 f"{key}={path}: config.json asks for {name} {_shown(shape)}, which the weights do not have"
             ]
-        if found[name] != shape:
+        dtype, size = found[name]
+        if size != shape:
             return [
-                f"{key}={path}: {name} is {_shown(found[name])} in the weights, and config.json asks for "
+                f"{key}={path}: {name} is {_shown(size)} in the weights, and config.json asks for "
                 f"{_shown(shape)}"
             ]
+        if dtype not in FLOATS:
+            return [f"{key}={path}: {name} is {dtype} in the weights; expected {', '.join(FLOATS)}"]
     extra = [n for n in found if n not in asked and n != "lm_head.weight" and not n.endswith(NO_WEIGHT)]
     if extra:
         return [f"{key}={path}: the weights have {extra[0]}, which config.json does not ask for"]

@@ -21,6 +21,7 @@ from buffer.keys import client_keys, server_keys
 from buffer.run_lock import RunLock
 from buffer.stacks import Stillness
 from buffer.stream import open_stream
+from buffer.tokenizers import load_tokenizer
 from buffer.whole_file import write_whole
 from learner import checkpoint, collectives, convert, ending, families, parallel
 from learner.alone import sleep_through
@@ -254,11 +255,9 @@ def _texts(experiment: LearnerExperiment) -> Texts | None:
     ptx = experiment.learner.ptx
     if ptx is None:
         return None
-    from transformers import AutoTokenizer
-
     data = DataConfig(train=ptx.data, on_bad_row=ptx.on_bad_row)
     rows = open_stream(data, experiment.seed, "pretraining")
-    tokenizer = AutoTokenizer.from_pretrained(experiment.model.path)
+    tokenizer = load_tokenizer("model.path", experiment.model.path)
     budget = experiment.learner.tokens_per_microbatch
     return Texts(ptx, rows, tokenizer, experiment.model.max_length, budget)
 

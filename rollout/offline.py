@@ -14,13 +14,13 @@ from buffer.pass_rate import part_means, rates
 from buffer.prompts import PromptRows, fingerprint
 from buffer.rendering import Renderer
 from buffer.stream import check, open_sources
+from buffer.tokenizers import load_tokenizer
 from buffer.whole_file import write_whole
 from rollout.config import ModelReward, PredictionExperiment
 from rollout.groups import SamplingPlan, evaluation_plan
 from rollout.prediction import Line, Output, Predictor, Row, predict
 from rollout.scorer.folder import model_reward
 from rollout.scorer.local import LocalScorer, open_model
-from rollout.tokenizers import load_tokenizer
 from rollout.total_reward import open_rewards
 
 

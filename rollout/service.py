@@ -19,6 +19,7 @@ from buffer.keys import client_keys
 from buffer.recording import read_groups
 from buffer.rendering import Renderer
 from buffer.stacks import Stillness
+from buffer.tokenizers import load_tokenizer
 from rollout.config import RolloutExperiment, engine_faults
 from rollout.endings import first_of, signalled, unending
 from rollout.engine import Engine, EngineFailed
@@ -28,7 +29,6 @@ from rollout.loop import RolloutLoop, Runner
 from rollout.metrics import MeteredSink, Meters
 from rollout.orphans import start_guard
 from rollout.recorded import ReceivingSink, RecordedGroups
-from rollout.tokenizers import load_tokenizer
 from rollout.total_reward import TotalReward, open_rewards
 from sync.errors import SyncError
 from sync.receiver import Receiver

@@ -69,10 +69,10 @@ def read_specs(folder: Path) -> list[TensorSpec]:
     return specs
 
 
-def read_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
-    """The shape of every tensor of a Hugging Face folder, whatever it is made of."""
-    files = weight_files(folder)
-    return {name: tuple(entry["shape"]) for path in files for name, entry in _header(path)[0].items()}
+def read_shapes(folder: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """What every tensor of a Hugging Face folder is made of, in safetensors' words, and its shape."""
+    entries = {name: entry for path in weight_files(folder) for name, entry in _header(path)[0].items()}
+    return {name: (str(entry["dtype"]), tuple(entry["shape"])) for name, entry in entries.items()}
 
 
 def damage(path: Path) -> str | None:

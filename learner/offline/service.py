@@ -10,6 +10,7 @@ import torch
 from buffer.experiment import DataConfig
 from buffer.stacks import Stillness
 from buffer.stream import open_stream
+from buffer.tokenizers import load_tokenizer
 from learner import parallel
 from learner.checkpoint import Checkpoints
 from learner.metrics import Journal
@@ -123,11 +124,9 @@ def _assemble(experiment: OfflineExperiment, stop: StopFlag, stack: ExitStack) -
 
 def encoder_of(experiment: OfflineExperiment) -> Encoder:
     """What makes token ids of the stage's examples."""
-    from transformers import AutoTokenizer
-
     model, stage = experiment.model, experiment.stage
     every_turn = isinstance(stage, SftConfig) and stage.turns == "every"
-    tokenizer = AutoTokenizer.from_pretrained(model.path)
+    tokenizer = load_tokenizer("model.path", model.path)
     too_long = experiment.learner.too_long
     return Encoder(tokenizer, model.max_length, experiment.data.system_prompt, too_long, every_turn)
 

@@ -7,13 +7,13 @@ import numpy as np
 
 from buffer.experiment import ModelConfig
 from buffer.rendering import PromptRefused
+from buffer.tokenizers import load_tokenizer
 from rollout.config import ModelReward
 from rollout.scorer.engine import PoolingEngine
 from rollout.scorer.folder import longest
 from rollout.scorer.rendering import WordsRenderer, fingerprint
 from rollout.scorer.server import RewardModel
 from rollout.scorer.wire import Ids, ScoringFailed, Welcome, Words
-from rollout.tokenizers import load_tokenizer
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ import json
 
 import numpy as np
 import pytest
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 
 from buffer.experiment import ConfigError
 from launch import model_folder, prediction
@@ -106,6 +106,15 @@ def test_a_score_head_goes_on_either_kind_of_folder(make_model, reward_folder):
         make_model("torn", architectures=["LlamaForSequenceClassification"], num_labels=1), head="score"
     )
     assert "asks for score.weight 1 × 8" in line
+
+
+def test_weights_that_are_no_plain_floats_are_told(make_model):
+    folder = make_model("quantised")
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.norm.weight"] = tensors["model.norm.weight"].astype(np.int8)
+    save_file(tensors, folder / "model.safetensors")
+    (line,) = trained(folder)
+    assert line.endswith("model.norm.weight is I8 in the weights; expected F32, BF16, F16, F64")
 
 
 def test_an_index_says_which_files_count(make_model):

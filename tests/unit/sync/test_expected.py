@@ -36,7 +36,7 @@ def test_only_what_the_index_names_counts(tmp_path):
     index = {"weight_map": {"model-1.weight": "model-1.safetensors"}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     assert [s.name for s in read_specs(tmp_path)] == ["model-1.weight"]
-    assert read_shapes(tmp_path) == {"model-1.weight": (2, 3)}
+    assert read_shapes(tmp_path) == {"model-1.weight": ("F32", (2, 3))}
     (tmp_path / "model.safetensors.index.json").write_text("{}")
     with pytest.raises(ValueError, match="expected a map of tensors to files"):
         read_specs(tmp_path)

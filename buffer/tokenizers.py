@@ -13,7 +13,7 @@ def load_tokenizer(key: str, path: str) -> Any:
         path: The folder.
 
     Raises:
-        ConfigError: There is none.
+        ConfigError: There is none, or one that cannot be read.
     """
     from transformers import AutoTokenizer
 
@@ -21,5 +21,6 @@ def load_tokenizer(key: str, path: str) -> Any:
         raise ConfigError(f"{key}: {path} has no config.json; expected a Hugging Face model folder")
     try:
         return AutoTokenizer.from_pretrained(path, local_files_only=True)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{key}: {path}: no tokenizer: {str(error).splitlines()[0]}") from None
+    except Exception as error:  # of files that are none transformers may raise anything
+        told = next(iter(str(error).splitlines()), "")
+        raise ConfigError(f"{key}: {path}: no tokenizer: {type(error).__name__}: {told}") from error

@@ -1,0 +1,21 @@
+import re
+
+import pytest
+
+from buffer.experiment import ConfigError
+from buffer.tokenizers import load_tokenizer
+
+
+@pytest.mark.parametrize("text", ["{", "{}", "[]", '{"model": 3, "added_tokens": []}'])
+def test_a_tokenizer_that_is_none_is_told_in_one_line(tmp_path, text):
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    (tmp_path / "tokenizer.json").write_text(text)
+    with pytest.raises(
+        ConfigError, match=rf"^model.path: {re.escape(str(tmp_path))}: no tokenizer: \w+: .*$"
+    ):
+        load_tokenizer("model.path", str(tmp_path))
+
+
+def test_a_folder_without_a_model_has_no_tokenizer_either(tmp_path):
+    with pytest.raises(ConfigError, match=r"has no config\.json; expected a Hugging Face model folder"):
+        load_tokenizer("model.path", str(tmp_path))
