@@ -198,8 +198,7 @@ def summarize(run_dir: Path, history: History | None = None) -> Summary:
     versions = list(scores)
     pauses = history.series("sync/pause_seconds")[1]
     stale = history.series("staleness/max")[1]
-    rates = [mean_of(lines, "tokens_per_s") for lines in history.servers.values()]
-    known_rates = [r for r in rates if r is not None]
+    rates = [r for s in history.servers.values() if (r := mean_of(s, "tokens_per_s")) is not None]
     samples = sum(float(r.get("samples", 0)) for r in records[steady])
     tokens = sum(float(r.get("tokens", 0)) for r in records[steady])
     return Summary(
@@ -227,7 +226,7 @@ def summarize(run_dir: Path, history: History | None = None) -> Summary:
         ess_mean=mean_of(records, "ess"),
         samples_per_second=samples / seconds if seconds and samples else None,
         learner_tokens_per_second=tokens / seconds if seconds and tokens else None,
-        server_tokens_per_second=sum(known_rates) if known_rates else None,
+        server_tokens_per_second=sum(rates) if rates else None,
         staleness_mean=mean_of(records, "staleness/mean"),
         staleness_max=max(stale, default=None),
         publish_seconds_mean=mean_of(records, "time/publish"),
