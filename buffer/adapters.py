@@ -53,7 +53,8 @@ class Adapter:
                 raise BadRow(f"{key}: {fault}; read as {self.name}, keys found: {found}")
         if not isinstance(row.get("metadata") or {}, dict):
             raise BadRow(f"metadata: expected an object, got {shown(row['metadata'])}")
-        return self.read({key: with_joined_parts(value) for key, value in row.items()})
+        read = {key: with_joined_parts(row[key]) for key in (*self.keys, *self.also) if key in row}
+        return self.read(row | read)
 
     def told(self, rows: Sequence[Row]) -> str:
         """Name and those of its keys that the rows have, for the log."""

@@ -99,7 +99,7 @@ def watch(e: WholeExperiment, history: History, supervisor: Supervisor, screen: 
             screen.say(line)
         if failure:
             return failure
-        for role in STOP_S:
+        for role in supervisor.deadlines:
             if supervisor.ended(role) and (failure := _ended_early(e, history, supervisor, role)):
                 return failure
         if supervisor.ended("learner") and supervisor.ended("buffer"):

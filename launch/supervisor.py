@@ -156,7 +156,7 @@ class Supervisor:
         return [c for c in self.children if c.code is None]
 
     def ended(self, role: str) -> bool:
-        """Whether there were services of the role, and none runs or was the last to fail: with code 0."""
+        """Whether no service of the role runs any more, and at least one ended with code 0."""
         codes = [c.code for c in self.children if c.service.role == role]
         return 0 in codes and None not in codes
 

@@ -244,6 +244,8 @@ def test_a_text_in_parts_is_joined():
     found = find("auto", [row], "data")(row)
     assert (found.prompt, found.responses) == ((USER,), ("4",))
     assert found.row == {"messages": [USER, REPLY]}
+    beside = {"prompt": "p", "shown": row["messages"]}
+    assert find("auto", [beside], "data")(beside).row == beside, "what it does not read stays as it is"
     pair = {"prompt": row["messages"][:1], "chosen": "a", "rejected": "b"}
     assert find("auto", [pair], "data")(pair).prompt == (USER,)
 

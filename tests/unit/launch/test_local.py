@@ -72,12 +72,13 @@ def start(config_file, tmp_path) -> Callable[..., tuple[int, str]]:
     """Runs the experiment with these scripts as buffer, server and learner; gives exit code and output."""
 
     def run(
-        learner: str, others: str = FOLLOWS, server: str | None = None, steps: int = 2
+        learner: str, others: str = FOLLOWS, server: str | None = None, steps: int = 2, scorer: str = ""
     ) -> tuple[int, str]:
         experiment = read(config_file, [*OVERRIDES, f"learner.steps={steps}"])
 
         def plan(e, _config) -> list[Service]:
             codes = {"buffer": others, "rollout": server or others, "learner": learner}
+            codes |= {"scorer-helpful": scorer} if scorer else {}
             return [
                 Service(role, role, [sys.executable, "-c", textwrap.dedent(code), e.run_dir])
                 for role, code in codes.items()
@@ -123,6 +124,12 @@ def test_a_buffer_that_ends_before_the_last_step_ends_the_run(start):
     code, output = start(STAYS, "print('stopping')", STAYS)
     assert code == 1
     assert "buffer ended at step 0 of 2" in output
+
+
+def test_so_does_a_scorer_that_something_else_ended(start):
+    code, output = start(STAYS, STAYS, scorer="import time; time.sleep(1)")
+    assert code == 1
+    assert "scorer-helpful ended at step 0 of 2" in output
 
 
 @pytest.mark.parametrize("learner", [STAYS, EVALUATES_LATER])
