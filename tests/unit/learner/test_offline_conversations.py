@@ -162,6 +162,7 @@ def test_the_last_answer_alone_is_learned_where_the_stage_says_so():
 def test_a_stage_learns_the_answers_that_its_section_says(stage, answers, tmp_path):
     tokenizer = letters(CHATML)
     tokenizer.save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text("{}")
     settings = {
         "name": "talks",
         "run_dir": str(tmp_path),
