@@ -35,7 +35,7 @@ def check(model: Path, max_length: int | None, engine: EngineConfig) -> ModelCon
     """
     length = max_length or min(DEFAULT_LENGTH, model_folder.longest(str(model)) or DEFAULT_LENGTH)
     faults = model_folder.served("MODEL", str(model), length)
-    if faults := faults or engine_reasons("engine", engine, str(model)):
+    if faults := faults or engine_reasons("engine", engine, "MODEL", str(model)):
         raise ValueError("\n".join(faults))
     return ModelConfig(path=str(model), max_length=length)
 

@@ -33,6 +33,7 @@ from buffer.experiment import (
 )
 from buffer.experiment_file import merged
 from buffer.keys import KeysError, check_keys
+from buffer.processor import has_gpu
 from buffer.router import unguarded
 from launch import model_folder
 from learner import families
@@ -281,7 +282,9 @@ def read(path: str | Path, overrides: list[str], services: Collection[str] = SER
     if "buffer" in services:
         reasons += missing_rows(experiment)
     if "rollout" in services:
-        reasons += engine_reasons("rollout.engine", experiment.rollout.engine, experiment.model.path)
+        reasons += engine_reasons(
+            "rollout.engine", experiment.rollout.engine, "model.path", experiment.model.path
+        )
     if {"rollout", "learner", "reference", "value"} & set(services):
         reasons += _models(experiment, services)
     if "learner" in services:
@@ -356,12 +359,20 @@ def scorer_faults(e: WholeExperiment, name: str, reward: ModelReward) -> list[st
     key = f"rollout.rewards.{name}"
     found = folder.faults(f"{key}.model", reward.model, folder.longest(e.model, reward))
     found = found or model_folder.served(f"{key}.model", reward.model, scores=True)
-    return found + engine_reasons(f"{key}.engine", reward.engine, reward.model)
+    return found + engine_reasons(f"{key}.engine", reward.engine, f"{key}.model", reward.model)
 
 
-def engine_reasons(key: str, engine: EngineConfig, model: str) -> list[str]:
-    """Why an engine could not serve a model here, one line each."""
-    return engine_faults(key, engine) + model_folder.shared(key, engine.tensor_parallel, model)
+def engine_reasons(key: str, engine: EngineConfig, model_key: str, model: str) -> list[str]:
+    """Why an engine could not serve a model here, one line each.
+
+    Args:
+        key: Of the engine's section.
+        engine: The section.
+        model_key: The setting that names the model's folder.
+        model: The folder.
+    """
+    heads = [] if has_gpu() else model_folder.heads_on_cpu(model_key, model)
+    return engine_faults(key, engine) + model_folder.shared(key, engine.tensor_parallel, model) + heads
 
 
 def check_scorer(path: str | Path, overrides: list[str], name: str) -> None:

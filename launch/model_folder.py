@@ -25,6 +25,9 @@ SCORING = "ForSequenceClassification"
 """How the name of a reward model's architecture ends."""
 FLOATS = ("F32", "BF16", "F16", "F64")
 """Of safetensors' dtypes those that hold weights as they are; of quantised ones the scales lie elsewhere."""
+CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+"""Sizes of attention heads that vLLM's attention on CPU computes; it would tell others a minute after the
+start, in a traceback."""
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
@@ -104,6 +107,25 @@ def shared(key: str, size: int, path: str) -> list[str]:
     return [
         f"{key}.tensor_parallel={size}: cannot share the {heads} attention heads and {groups} key-value "
         f"heads of the model in {path}; use one of {', '.join(map(str, fitting))}"
+    ]
+
+
+def heads_on_cpu(key: str, path: str) -> list[str]:
+    """Why vLLM could not serve the model without a GPU, in one line at most.
+
+    Args:
+        key: The setting that names the folder, for the line.
+        path: The folder; one that cannot be read is another check's.
+    """
+    fields, _ = _config(key, path)
+    heads, hidden, size = (fields.get(k) for k in ("num_attention_heads", "hidden_size", "head_dim"))
+    if size is None and isinstance(heads, int) and isinstance(hidden, int) and heads > 0:
+        size = hidden // heads
+    if not isinstance(size, int) or size in CPU_HEADS:
+        return []
+    return [
+        f"{key}={path}: attention heads of {size}, and this machine has no GPU; vLLM on CPU computes those "
+        f"of {', '.join(map(str, CPU_HEADS))}"
     ]
 
 

@@ -40,7 +40,7 @@ def read(config: Path, overrides: list[str], model: Path | None) -> PredictionEx
     given = [*overrides, *([f"model.path={json.dumps(str(model))}"] if model else [])]
     experiment = load(config, given, PredictionExperiment)
     faults = model_folder.served("model.path", experiment.model.path, experiment.model.max_length)
-    faults += engine_reasons("rollout.engine", experiment.rollout.engine, experiment.model.path)
+    faults += engine_reasons("rollout.engine", experiment.rollout.engine, "model.path", experiment.model.path)
     episode = experiment.rollout.episode
     if episode is not None and (reason := fault(episode, is_async=True)):
         faults.append(f"rollout.episode={episode}: {reason}")

@@ -1,7 +1,6 @@
 """vLLM's AsyncLLM in this process, its core and workers in processes of their own: start, watch, end."""
 
 import asyncio
-import json
 import logging
 import math
 import os
@@ -65,8 +64,6 @@ class VLLMProcess:
                 f"engine.kv_cache_gib={self._config.kv_cache_gib:g}: this machine has {free:.1f} GiB of "
                 "memory left; lower it, or end what else takes memory"
             )
-        if on_cpu and (unknown := _unknown_heads(model)) is not None:
-            raise EngineFailed(unknown)
         if on_cpu and dtype == "bfloat16" != native_dtype():
             logger.warning("this processor emulates bfloat16, far slower than float32; set dtype float32")
         args = AsyncEngineArgs(
@@ -125,23 +122,6 @@ def request_failures(failed: Callable[[str], Exception]) -> Iterator[None]:
         raise EngineFailed(f"vLLM's engine died: {first_line(error)}") from error
     except (VLLMError, ValueError) as error:
         raise failed(first_line(error.__cause__ or error)) from error
-
-
-def _unknown_heads(model: str) -> str | None:
-    """Why vLLM's attention on CPU cannot compute a model, which it would say a minute later and elsewhere."""
-    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
-
-    path = Path(model) / "config.json"
-    if not path.is_file():
-        return None  # a name of a hub's model; of a folder without one vLLM tells more
-    config = json.loads(path.read_text())
-    heads, hidden = config.get("num_attention_heads"), config.get("hidden_size")
-    size = config.get("head_dim") or (hidden // heads if heads and hidden else None)
-    known = CPUAttentionBackend.get_supported_head_sizes()
-    if size is None or not known or size in known:
-        return None
-    sizes = ", ".join(map(str, known))
-    return f"{model}: attention heads of {size}; vLLM on CPU computes those of {sizes}"
 
 
 def _free_gib() -> float:

@@ -18,12 +18,12 @@ STEP_S = 30.0
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"], "hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 2,
-    "num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 32, "max_position_embeddings": 2048,
-    "rms_norm_eps": 1e-5, "tie_word_embeddings": True,
+    "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32, "vocab_size": 32,
+    "max_position_embeddings": 2048, "rms_norm_eps": 1e-5, "tie_word_embeddings": True,
 }  # fmt: skip
 LAYER = {
-    "self_attn.q_proj": (8, 8), "self_attn.k_proj": (4, 8), "self_attn.v_proj": (4, 8),
-    "self_attn.o_proj": (8, 8), "mlp.gate_proj": (16, 8), "mlp.up_proj": (16, 8), "mlp.down_proj": (8, 16),
+    "self_attn.q_proj": (64, 8), "self_attn.k_proj": (32, 8), "self_attn.v_proj": (32, 8),
+    "self_attn.o_proj": (8, 64), "mlp.gate_proj": (16, 8), "mlp.up_proj": (16, 8), "mlp.down_proj": (8, 16),
     "input_layernorm": (8,), "post_attention_layernorm": (8,),
 }  # fmt: skip
 SHAPES = {"model.embed_tokens.weight": (32, 8), "model.norm.weight": (8,)}

@@ -7,7 +7,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from buffer.experiment import ConfigError
-from launch import model_folder, prediction
+from launch import experiment, model_folder, prediction
 from launch.experiment import read
 from learner.config import ParallelConfig
 
@@ -41,7 +41,7 @@ def test_a_reward_model_is_none_that_generates(make_model):
     [
         (
             {"num_hidden_layers": 3},
-            "asks for model.layers.2.self_attn.q_proj.weight 8 × 8, which the weights do not have",
+            "asks for model.layers.2.self_attn.q_proj.weight 64 × 8, which the weights do not have",
         ),
         ({"num_hidden_layers": 1}, "which config.json does not ask for"),
         (
@@ -50,7 +50,7 @@ def test_a_reward_model_is_none_that_generates(make_model):
         ),
         ({"vocab_size": 33}, "model.embed_tokens.weight is 32 × 8 in the weights"),
         ({"intermediate_size": 8}, "model.layers.0.mlp.gate_proj.weight is 16 × 8 in the weights"),
-        ({"num_key_value_heads": 2}, "model.layers.0.self_attn.k_proj.weight is 4 × 8 in the weights"),
+        ({"num_key_value_heads": 2}, "model.layers.0.self_attn.k_proj.weight is 32 × 8 in the weights"),
         ({"tie_word_embeddings": False}, "config.json asks for lm_head.weight 32 × 8"),
     ],
 )
@@ -167,3 +167,33 @@ def test_a_scorers_model_is_looked_at_too(config_file, make_model):
     torn = make_model("torn", **labels)
     with pytest.raises(ConfigError, match=r"rollout.rewards.x.model=.*asks for score.weight"):
         read(config_file, [f"rollout.rewards.x.model={torn}"])
+
+
+def test_heads_that_vllm_on_cpu_does_not_compute_are_told_before_anything_starts(
+    config_file, make_model, reward_folder, monkeypatch
+):
+    hidden = {"hidden_size": 8, "head_dim": None}  # two heads of 4
+    shapes = {f"model.layers.{i}.self_attn.{n}_proj.weight": (4, 8) for i in (0, 1) for n in "kv"}
+    shapes |= {f"model.layers.{i}.self_attn.{n}_proj.weight": (8, 8) for i in (0, 1) for n in "qo"}
+    narrow = f"model.path={make_model('narrow', shapes, **hidden)}"
+    told = "attention heads of 4, and this machine has no GPU; vLLM on CPU computes those of 32, 64"
+    monkeypatch.setattr(experiment, "has_gpu", lambda: False)
+    for services in (["rollout"], ["buffer", "rollout", "scorer", "learner"]):
+        with pytest.raises(ConfigError, match=told):
+            read(config_file, [narrow], services)
+    read(config_file, [narrow], ["learner"])
+    read(config_file, [])
+    with pytest.raises(ValueError, match=told):
+        prediction.read(config_file, [narrow], None)
+    labels = {"architectures": ["LlamaForSequenceClassification"], "num_labels": 1}
+    scored = make_model("scored", shapes | {"score.weight": (1, 8)}, **labels, **hidden)
+    with pytest.raises(ConfigError, match=rf"rollout\.rewards\.x\.model=.*scored: {told}"):
+        read(config_file, [f"rollout.rewards.x.model={scored}"])
+    monkeypatch.setattr(experiment, "has_gpu", lambda: True)
+    read(config_file, [narrow])
+
+
+def test_the_heads_that_are_told_are_those_that_vllm_knows():
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+    assert list(model_folder.CPU_HEADS) == CPUAttentionBackend.get_supported_head_sizes()

@@ -143,7 +143,9 @@ def test_another_order_matters_only_where_there_is_one(stopped, tmp_path):
 
 def test_another_model_is_told_by_what_differs(stopped, make_model):
     again, _ = stopped
-    other = make_model("other", num_attention_heads=4, num_key_value_heads=2)
+    asked = {"q_proj": (128, 8), "k_proj": (64, 8), "v_proj": (64, 8), "o_proj": (8, 128)}
+    shapes = {f"model.layers.{i}.self_attn.{n}.weight": shape for i in (0, 1) for n, shape in asked.items()}
+    other = make_model("other", shapes, num_attention_heads=4, num_key_value_heads=2)
     with pytest.raises(ValueError, match=r"another model than model\.path .*heads 2 → 4, kv_heads 1 → 2"):
         resuming.check(again(f"model.path={other}"), ["learner"])
 
