@@ -70,29 +70,39 @@ def evaluate(
     Writes `samples.jsonl` (every completion with its reward) and `results.json` into the folder.
 
     Returns:
-        What `results.json` holds: score, standard error, pass@k, parts of the reward, counts.
+        What `results.json` holds: score, standard error, parts of the reward, counts; and pass@k, unless a
+        reward model is in the sum.
 
     Raises:
         ValueError: A reward model's folder cannot be one, or as `open_rows` and `generate`.
     """
-    for name, reward in experiment.rollout.rewards.items():
-        if isinstance(reward, ModelReward) and reward.weight != 0:
-            model_reward(experiment.rollout, experiment.model, name)
+    rewards = experiment.rollout.rewards.items()
+    scorers = [name for name, r in rewards if isinstance(r, ModelReward) and r.weight != 0]
+    for name in scorers:
+        model_reward(experiment.rollout, experiment.model, name)
     rows = open_rows(experiment, config.source)
     plan = evaluation_plan(config, experiment.rollout.sampling)
     path = folder / "samples.jsonl"
     uvloop.run(_predict(experiment, rows, plan, path, told, scored=True))
-    results = {"model": experiment.model.path, **results_of(path)}
+    results = {"model": experiment.model.path, **results_of(path, has_mark=not scorers)}
     write_whole(folder / "results.json", json.dumps(results, indent=2) + "\n")
     return results
 
 
-def results_of(path: Path) -> dict[str, Any]:
-    """Scores and counts of a file that `evaluate` wrote."""
+def results_of(path: Path, has_mark: bool) -> dict[str, Any]:
+    """Scores and counts of a file that `evaluate` wrote.
+
+    Args:
+        path: The file.
+        has_mark: Whether a reward of 1 says that a completion passes. A reward model's scores have no zero
+            and no unit.
+    """
     with path.open(encoding="utf-8") as file:
         lines = [json.loads(line) for line in file]
     completions = [c for line in lines for c in line["completions"]]
     results: dict[str, Any] = rates([[c["reward"] for c in line["completions"]] for line in lines])
+    if not has_mark:
+        results = {name: value for name, value in results.items() if not name.startswith("pass@")}
     if completions:
         results["parts"] = part_means([c["reward_parts"] for c in completions])
         results["mean_tokens"] = sum(c["tokens"] for c in completions) / len(completions)

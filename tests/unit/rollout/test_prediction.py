@@ -169,8 +169,10 @@ def test_rows_of_an_evaluation_that_cannot_be_read_are_counted_where_the_data_se
     path = tmp_path / "samples.jsonl"
     asyncio.run(predict(rows, output(path), make, 2, skip_bad_rows=True))
     assert "held_out.jsonl:2" in lines_of(path)[1]["refused"]
-    results = offline.results_of(path)
+    results = offline.results_of(path, has_mark=True)
     assert (results["prompts"], results["refused"], results["score"]) == (2, 1, 1.0)
+    assert results.pop("pass@1") == 1.0
+    assert offline.results_of(path, has_mark=False) == results
 
 
 @pytest.mark.parametrize("data", [{}, {"on_bad_row": "fail"}])
