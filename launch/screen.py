@@ -6,7 +6,7 @@ Consumes: the run's history and the services' logs, read again twice a second. W
 import re
 import time
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -47,6 +47,7 @@ ALARM = re.compile(
 )
 """Of the services' own loggers; those of vLLM and torch are in the log files for those who look."""
 STOPPING = "stopping"
+STARTING = "starting: the engines and the learner load the model"
 LONGEST_ALARM = 300
 """Characters of one that are shown."""
 LONE_NUMBER = re.compile(r"(?<![\w-])\d[\d.,:/]*")
@@ -132,7 +133,8 @@ class Screen:
             self.say(line)
         if time.monotonic() - self._spoke >= LONGEST_SILENCE_S:
             left = _evaluation_left(self.history)
-            doing = phase.partition(":")[0] + (f", {left}" if left else "")
+            absent = not_up(self.history, self.watched.states()) if phase == STARTING else []
+            doing = phase.partition(":")[0] + (f", {left}" if left else "") + _listed(absent)
             self.say(f"still {doing} · {clock(time.monotonic() - self.started)} since the start")
 
 
@@ -195,10 +197,24 @@ def phase_of(e: WholeExperiment, history: History) -> str:
     if history.steps and history.since_opened([history.steps[max(history.steps)]]):
         return "training"
     if not any(history.since_opened(lines) for lines in history.servers.values()):
-        return "starting: the engines and the learner load the model"
+        return STARTING
     if buffer.get("frontier") and not history.steps:
         return "training on the first batch"
     return "generating the first groups"
+
+
+def not_up(history: History, services: Collection[str]) -> list[str]:
+    """Of these services the ones that show no sign of being up; of a scorer there is none to see."""
+    buffer = (history.since_opened(history.buffer[-1:]) or [None])[-1]
+    seen = {name for name, lines in history.servers.items() if history.since_opened(lines)}
+    seen |= {"buffer"} if buffer is not None else set()
+    seen |= {"learner"} if buffer is not None and buffer.get("published") is not None else set()
+    telling = [name for name in services if name in ("buffer", "learner") or name.startswith("server-")]
+    return [name for name in telling if name not in seen]
+
+
+def _listed(absent: Sequence[str]) -> str:
+    return f" (not up yet: {', '.join(absent)})" if absent else ""
 
 
 def step_line(e: WholeExperiment, history: History, record: Record) -> str:

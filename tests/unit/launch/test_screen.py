@@ -1,12 +1,13 @@
 import io
 import json
+from pathlib import Path
 
 import pytest
 from rich.console import Console
 
 from launch.experiment import read
 from launch.history import History
-from launch.screen import LONGEST_ALARM, MOST_ALARMS, Alarms, Screen, phase_of, render, sparkline
+from launch.screen import LONGEST_ALARM, MOST_ALARMS, Alarms, Screen, not_up, phase_of, render, sparkline
 
 
 class Running:
@@ -125,7 +126,19 @@ def test_a_long_silence_is_filled(make_run, config_file, monkeypatch):
         screen.update()
     first, *_, last = output.getvalue().splitlines()
     assert first == "starting: the engines and the learner load the model"
-    assert last == "still starting · 0 s since the start"
+    assert last == "still starting (not up yet: buffer, server-0, learner) · 0 s since the start"
+
+
+def test_a_service_that_shows_signs_of_being_up_is_not_waited_for():
+    services = ["buffer", "scorer-helpful", "server-0", "server-1", "learner"]
+    history = History(Path(), opened=10.0)
+    history.servers["server-1"] = [{"time": 9.0}]
+    assert not_up(history, services) == ["buffer", "server-0", "server-1", "learner"]
+    history.buffer.append({"time": 11.0, "published": None})
+    history.servers["server-0"] = [{"time": 11.0}]
+    assert not_up(history, services) == ["server-1", "learner"]
+    history.buffer.append({"time": 12.0, "published": 0})
+    assert not_up(history, services) == ["server-1"]
 
 
 def test_a_run_that_stops_tells_of_no_new_phase(make_run, config_file, monkeypatch):
