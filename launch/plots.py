@@ -32,6 +32,9 @@ TIME_NAMES = {
 }
 FEW = 3
 """Points."""
+WINDOW = 5
+AVERAGED = f"its mean over {WINDOW} steps"
+"""Of the last ones: what is to come does not move what was drawn."""
 CUT = 2.0
 """A first step so many times as long as any other leaves the picture, which would be one bar otherwise."""
 STYLE: dict[Any, Any] = {
@@ -101,13 +104,13 @@ def draw_stage(history: History, folder: Path) -> list[Path]:
 
 
 def draw_trained(axes: Axes, history: History, name: str, title: str) -> bool:
-    """A metric of the training batches, faint, under its moving mean; on held-out examples as marks."""
+    """A metric of the training batches, faint, under its running mean; on held-out examples as marks."""
     steps, values = history.series(name)
     held_out = history.series(f"eval/{name}")
     if not steps and not held_out[0]:
         return False
-    axes.plot(steps, values, color=BLUE, alpha=0.25, linewidth=1.2)
-    _plot(axes, steps, smooth(values), color=BLUE, label="training, moving mean")
+    axes.plot(steps, values, color=BLUE, alpha=0.25, linewidth=1.2, label="training")
+    _plot(axes, steps, smooth(values), color=BLUE, label=AVERAGED)
     if held_out[0]:
         axes.plot(*held_out, "o-", color=ORANGE, markersize=7, linewidth=1.5, label="held-out examples")
     axes.margins(y=0.15)
@@ -123,7 +126,7 @@ def answered_by(steps: Sequence[int], ages: Mapping[int, float]) -> list[float]:
 
 
 def draw_reward(axes: Axes, history: History, target: float | None) -> bool:
-    """Training reward of each batch, faint, under its moving mean; evaluation scores as marks."""
+    """Training reward of each batch, faint, under its running mean; evaluation scores as marks."""
     steps, rewards = history.series("reward/mean")
     ages = dict(zip(*history.series("staleness/mean"), strict=True))
     answered = answered_by(steps, ages)
@@ -132,7 +135,7 @@ def draw_reward(axes: Axes, history: History, target: float | None) -> bool:
         return False
     if steps:
         axes.plot(answered, rewards, color=BLUE, alpha=0.25, linewidth=1.2, label="training reward")
-        _plot(axes, answered, smooth(rewards), color=BLUE, label="its moving mean")
+        _plot(axes, answered, smooth(rewards), color=BLUE, label=AVERAGED)
     if versions:
         scores = [float(history.scores[v]["score"]) for v in versions]
         errors = [float(history.scores[v].get("stderr") or 0) for v in versions]
@@ -154,7 +157,7 @@ def draw_reward(axes: Axes, history: History, target: float | None) -> bool:
 
 
 def draw_reward_parts(axes: Axes, history: History) -> bool:
-    """Each part's mean before its weight, faint, under its moving mean; a single one is the reward itself."""
+    """Each part's mean before its weight, faint, under its running mean; a single one is the reward."""
     prefix = "reward_parts/"
     keys = dict.fromkeys(key for row in history.steps.values() for key in row if key.startswith(prefix))
     if len(keys) < 2:
@@ -164,7 +167,7 @@ def draw_reward_parts(axes: Axes, history: History) -> bool:
         (line,) = _plot(axes, steps, smooth(values), label=key.removeprefix(prefix))
         axes.plot(steps, values, color=line.get_color(), alpha=0.25, linewidth=1.2)
     axes.margins(y=0.15)
-    _finish(axes, "Reward by part, moving mean", "step", "mean value, before its weight")
+    _finish(axes, f"Reward by part, and {AVERAGED}", "step", "mean value, before its weight")
     axes.legend(loc="best")
     return True
 
@@ -211,7 +214,7 @@ def draw_throughput(axes: Axes, history: History) -> bool:
         minutes = [(float(r["time"]) - start) / 60 for r in timed]
         spent = [seconds_of(r) for r in timed]
         rates = [float(r["tokens"]) / s if s else 0.0 for r, s in zip(timed, spent, strict=True)]
-        _plot(axes, minutes, smooth(rates), color=BLUE, label="trained, moving mean")
+        _plot(axes, minutes, smooth(rates), color=BLUE, label=f"trained, mean of {WINDOW} steps")
     axes.set_ylim(bottom=0)
     _finish(axes, "Throughput", "minutes since the start", "tokens per second", integer=False)
     _legend_above(axes)
@@ -249,10 +252,9 @@ def draw_time(axes: Axes, history: History) -> bool:
     return True
 
 
-def smooth(values: Sequence[float], window: int = 5) -> list[float]:
-    """Centred moving mean; shorter windows at the ends."""
-    half = window // 2
-    parts = [values[max(0, i - half) : i + half + 1] for i in range(len(values))]
+def smooth(values: Sequence[float], window: int = WINDOW) -> list[float]:
+    """Mean of each value and those before it, `window` in all; of fewer at the beginning."""
+    parts = [values[max(0, i + 1 - window) : i + 1] for i in range(len(values))]
     return [sum(part) / len(part) for part in parts]
 
 
