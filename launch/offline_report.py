@@ -9,7 +9,7 @@ from typing import Any
 from launch.history import History
 from launch.overview import clock, step_seconds
 from launch.plots import draw_stage
-from launch.summary import columns
+from launch.summary import columns, others_written, written
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,8 @@ class StageSummary:
     left_out: dict[str, int]
     """Rule → examples."""
     model: str | None
+    others: dict[str, str]
+    """Folders of what else was trained, by what it is (`summary.others_written`)."""
     report: str
 
     @property
@@ -45,6 +47,7 @@ class StageSummary:
             *values,
             ("examples", f"{self.examples}, {self.tokens} trained tokens"),
             ("left out", out),
+            *self.others.items(),
             ("model", self.model or "not written yet"),
         ]
 
@@ -86,7 +89,6 @@ def write_stage_report(run_dir: Path, config: dict[str, Any]) -> StageSummary:
 def summarize_stage(run_dir: Path, config: dict[str, Any], history: History) -> StageSummary:
     values = {name: series for name in SHOWN if (series := history.series(name)[1])}
     rules = {key for record in history.steps.values() for key in record if key.startswith(LEFT_OUT)}
-    model = run_dir / "model"
     made = max(history.steps, default=0)
     return StageSummary(
         name=config["name"],
@@ -99,6 +101,7 @@ def summarize_stage(run_dir: Path, config: dict[str, Any], history: History) -> 
         tokens=round(sum(history.series("tokens")[1])),
         values={name: (series[0], series[-1]) for name, series in values.items()},
         left_out={k.removeprefix(LEFT_OUT): round(sum(history.series(k)[1])) for k in sorted(rules)},
-        model=str(model) if (model / "config.json").exists() else None,
+        model=written(run_dir / "model"),
+        others=others_written(run_dir),
         report=str(run_dir / "report"),
     )

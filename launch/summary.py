@@ -4,6 +4,7 @@ import dataclasses
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,7 @@ class Summary:
     """Standard error of the last score, over prompts."""
     last_scored_version: int | None
     pass_rates: dict[str, tuple[float | None, float | None]]
-    """pass@k of the first and of the last evaluation, by name."""
+    """pass@k of the first and of the last evaluation, by name; of a sum with a reward model none."""
     target: float | None
     reward_first: float | None
     reward_last: float | None
@@ -54,9 +55,10 @@ class Summary:
     rho_mean: float | None
     ess_mean: float | None
     samples_per_second: float | None
-    """This and the next: without the first step, which waits for the servers to start."""
+    """This and the next two: without the first step, which waits for the servers to start."""
     learner_tokens_per_second: float | None
     server_tokens_per_second: float | None
+    """Of all servers together."""
     staleness_mean: float | None
     staleness_max: float | None
     publish_seconds_mean: float | None
@@ -73,7 +75,8 @@ class Summary:
     duplicates: int
     dropped: dict[str, int]
     model: str | None
-    value_model: str | None
+    others: dict[str, str]
+    """Folders of what else was trained, by what it is (`others_written`)."""
     report: str
 
     @property
@@ -130,7 +133,7 @@ class Summary:
             ("long prompts", self._long_prompts()),
             ("hard prompts", _say("trained and generated rewards {:.2f} apart (0: alike)", rewards)),
             ("dropped", _counts(self.dropped)),
-            ("value model", self.value_model or ""),
+            *self.others.items(),
         ]
         return [(key, value) for key, value in rows if value]
 
@@ -191,16 +194,13 @@ def summarize(run_dir: Path, history: History | None = None) -> Summary:
     records = [history.steps[s] for s in sorted(history.steps)]
     durations = step_seconds(history)
     steady = slice(1, None) if len(records) > 1 else slice(None)
-    seconds = sum(durations[steady])
     buffer = history.buffer[-1] if history.buffer else {}
     requeued = {cause: int(n) for cause, n in dict(buffer.get("requeued") or {}).items()}
     scores = {v: float(r["score"]) for v, r in sorted(history.scores.items())}
     versions = list(scores)
     pauses = history.series("sync/pause_seconds")[1]
     stale = history.series("staleness/max")[1]
-    rates = [r for s in history.servers.values() if (r := mean_of(s, "tokens_per_s")) is not None]
-    samples = sum(float(r.get("samples", 0)) for r in records[steady])
-    tokens = sum(float(r.get("tokens", 0)) for r in records[steady])
+    a_second = partial(_rate, records[steady], sum(durations[steady]))
     return Summary(
         name=config["name"],
         run_dir=str(run_dir),
@@ -212,7 +212,7 @@ def summarize(run_dir: Path, history: History | None = None) -> Summary:
         last_score=scores[versions[-1]] if versions else None,
         last_stderr=history.scores[versions[-1]].get("stderr") if versions else None,
         last_scored_version=versions[-1] if versions else None,
-        pass_rates=_ends([history.scores[v] for v in versions], "pass@"),
+        pass_rates=_pass_rates(config, [history.scores[v] for v in versions]),
         target=(config.get("eval") or {}).get("target"),
         reward_first=mean_of(records[:1], "reward/mean"),
         reward_last=mean_of(records[-1:], "reward/mean"),
@@ -224,9 +224,9 @@ def summarize(run_dir: Path, history: History | None = None) -> Summary:
         skipped=sum(int(r.get("skipped_updates", 0)) for r in records),
         rho_mean=mean_of(records, "rho/mean"),
         ess_mean=mean_of(records, "ess"),
-        samples_per_second=samples / seconds if seconds and samples else None,
-        learner_tokens_per_second=tokens / seconds if seconds and tokens else None,
-        server_tokens_per_second=sum(rates) if rates else None,
+        samples_per_second=a_second("samples"),
+        learner_tokens_per_second=a_second("tokens"),
+        server_tokens_per_second=a_second("servers/tokens"),
         staleness_mean=mean_of(records, "staleness/mean"),
         staleness_max=max(stale, default=None),
         publish_seconds_mean=mean_of(records, "time/publish"),
@@ -240,21 +240,47 @@ def summarize(run_dir: Path, history: History | None = None) -> Summary:
         starvation=dict(buffer.get("starvation") or {}),
         duplicates=int(buffer.get("duplicates", 0)),
         dropped={rule: int(n) for rule, n in dict(buffer.get("dropped") or {}).items()},
-        model=_written(run_dir / "model"),
-        value_model=_written(run_dir / "value_model"),
+        model=written(run_dir / "model"),
+        others=others_written(run_dir),
         report=str(run_dir / "report"),
     )
 
 
+def _rate(records: list[Record], seconds: float, key: str) -> float | None:
+    count = sum(float(r.get(key, 0)) for r in records)
+    return count / seconds if seconds and count else None
+
+
+def _pass_rates(config: dict[str, Any], scores: list[Record]) -> dict[str, tuple[float | None, float | None]]:
+    """A reward model's scores have no zero and no unit: with one in the sum, 1 is no mark to pass."""
+    rewards = dict(config.get("rollout", {}).get("rewards") or {}).values()
+    if any("model" in reward and reward.get("weight") != 0 for reward in rewards):
+        return {}
+    return _ends(scores, "pass@")
+
+
 def _learned(records: list[Record]) -> dict[str, tuple[float | None, float | None]]:
     refers = any("time/reference" in record for record in records)
-    shown = [key for key in LEARNED if refers or not key.startswith("kl/")]
+    penalised = any(record.get("kl/coefficient") for record in records)
+    absent = {key for key, there in (("kl/completion", refers), ("kl/coefficient", penalised)) if not there}
+    shown = [key for key in LEARNED if key not in absent]
     ends = {LEARNED[key]: (mean_of(records[:1], key), mean_of(records[-1:], key)) for key in shown}
     return {name: both for name, both in ends.items() if None not in both}
 
 
-def _written(model: Path) -> str | None:
+def written(model: Path) -> str | None:
     return str(model) if (model / "config.json").exists() else None
+
+
+def others_written(run_dir: Path) -> dict[str, str]:
+    """Folders beside the model's that a run has written, by what they hold."""
+    adapter = run_dir / "adapter"
+    found = {
+        "adapter": str(adapter) if (adapter / "adapter_config.json").exists() else None,
+        "averaged": written(run_dir / "ema_model"),
+        "value model": written(run_dir / "value_model"),
+    }
+    return {name: folder for name, folder in found.items() if folder}
 
 
 def _ends(records: list[Record], prefix: str) -> dict[str, tuple[float | None, float | None]]:

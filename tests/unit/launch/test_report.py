@@ -3,8 +3,9 @@ import struct
 from dataclasses import replace
 
 import pytest
+import yaml
 
-from launch.plots import answered_by
+from launch.plots import answered_by, smooth
 from launch.report import write_report
 from launch.summary import summarize
 
@@ -30,6 +31,7 @@ def test_a_finished_run_has_the_whole_report(make_run):
     assert told["training_seconds"] == 27 * 30.0
     assert told["samples_per_second"] == 64 / 30, "the first step, which waits for the servers, left out"
     assert told["learner_tokens_per_second"] == 60
+    assert told["server_tokens_per_second"] == 300, "in the same steps"
     assert told["evicted"] == 2
     assert told["requeued"] == 5
     assert told["requeued_causes"] == {"evicted": 2, "lost": 3}
@@ -46,6 +48,22 @@ def test_a_finished_run_has_the_whole_report(make_run):
     assert told["reward_parts"] == {"right": [0.4, 0.4], "short": [0.125, 0.125]}
     assert "short      0.125 → 0.125" in summary.text()
     assert str(folder) in summary.text()
+
+
+def test_the_sum_with_a_reward_model_has_no_mark_to_pass(make_run):
+    run_dir = make_run()
+    written = yaml.safe_load((run_dir / "config.yaml").read_text())
+    assert summarize(run_dir).pass_rates
+    for weight, shown in ((0.5, False), (0, True)):
+        written["rollout"]["rewards"] = {"helpful": {"model": "somewhere", "weight": weight}}
+        (run_dir / "config.yaml").write_text(yaml.safe_dump(written))
+        assert bool(summarize(run_dir).pass_rates) == shown
+
+
+def test_a_mean_of_the_last_values_does_not_look_ahead():
+    values = [1.0, 3.0, 8.0, 0.0]
+    assert smooth(values, 2) == [1.0, 2.0, 5.5, 4.0]
+    assert smooth([*values, 100.0], 2)[:4] == smooth(values, 2)
 
 
 def test_a_missed_target_is_said_plainly(make_run):
@@ -109,4 +127,21 @@ def test_what_a_value_model_and_a_reference_learned_and_steps_not_made_are_in_th
     assert "skipped      3 optimizer steps: the gradient was not finite" in told
     assert "KL" not in told, "of a run without a reference it is 0"
     path.write_text("".join(json.dumps(row | {"time/reference": 1.0}) + "\n" for row in rows))
-    assert "KL           0.000 → 0.500" in summarize(run_dir).text()
+    told = summarize(run_dir).text()
+    assert "KL           0.000 → 0.500" in told
+    assert "coefficient" not in told, "online DPO's reference is in its loss"
+    rows = [row | {"time/reference": 1.0, "kl/coefficient": 0.1} for row in rows]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert "KL coefficient 0.100 → 0.100" in summarize(run_dir).text()
+
+
+def test_every_folder_that_a_run_has_written_is_named(make_run):
+    run_dir = make_run(steps=3)
+    names = {"model": "config.json", "ema_model": "config.json", "adapter": "adapter_config.json"}
+    for folder, file in names.items():
+        (run_dir / folder).mkdir()
+        (run_dir / folder / file).write_text("{}")
+    told = summarize(run_dir).text()
+    assert f"averaged     {run_dir}/ema_model" in told
+    assert f"adapter      {run_dir}/adapter" in told
+    assert "value model" not in told
