@@ -38,7 +38,9 @@ pytestmark = pytest.mark.slow
 
 PROGRAMS = Path(__file__).parents[1]
 PROMPT = [1, 5, 6, 7, 9]
-PROMPTS = [PROMPT, [1, 300, 17], [1, 44, 45, 46, 47, 48, 49, 200]]
+LONG_PROMPT = [1, *range(20, 320)]
+"""Of some blocks of the prefix cache: what it has of the version before must not be taken."""
+PROMPTS = [PROMPT, [1, 300, 17], LONG_PROMPT]
 TEMPERATURE = 0.8
 """Of what is sampled; not 1, so that forgetting it shows."""
 SAMPLES, SAMPLED = 12, 24
