@@ -17,6 +17,9 @@ from buffer.records import Batch
 
 ROWS, EPOCHS, GROUPS_PER_BATCH = 203, 2, 6
 ROLLOUT = Path(__file__).parent / "buffer_rollout.py"
+KILLED = Path(__file__).parent / "killed_buffer.py"
+ENDINGS = (("insert", "40"), ("commit", "40"), ("batch", "4"))
+"""One after the other, each of a start of the buffer of its own."""
 
 
 @pytest.fixture
@@ -103,7 +106,17 @@ async def learn(address, config, buffer, servers, processes):
     seen: dict[int, str] = {}
     prompts: list[str] = []
     committed = 0
-    async with BufferClient(address, "learner", "run", "rank-0") as client:
+    ended = asyncio.Event()
+
+    async def end_at_every_moment() -> None:
+        for moment, survived in ENDINGS:
+            buffer.append(processes(str(KILLED), moment, survived, str(config)))
+            assert await asyncio.to_thread(buffer[-1].wait, 60) == -signal.SIGKILL, moment
+        buffer.append(processes("-m", "buffer", str(config)))
+        ended.set()
+
+    learner = BufferClient(address, "learner", "run", "rank-0")
+    async with learner as client, asyncio.TaskGroup() as tasks:
         await client.published(0)
         while True:
             index = len(seen)
@@ -116,10 +129,16 @@ async def learn(address, config, buffer, servers, processes):
             prompts += [g.prompt_id for g in batch.groups]
             for group in batch.groups:
                 assert index - group.oldest_version <= 3
-            if index in (5, 21, 40, 52):
+            if index == 52:
+                await ended.wait()
+            if index in (5, 52):
                 buffer[-1].kill()
                 assert buffer[-1].wait(10) == -signal.SIGKILL
+            if index == 5:
+                tasks.create_task(end_at_every_moment())
+            if index == 52:
                 buffer.append(processes("-m", "buffer", str(config)))
+            if index in (5, 21, 40, 52):
                 for old in range(committed, index + 1):
                     again = await client.batch(old, 0, 1, 30.0)
                     assert again is not None
