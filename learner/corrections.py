@@ -9,10 +9,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from learner.correction_config import CorrectionConfig, Level
+from learner.correction_config import BANDS, CorrectionConfig, Level
 
 LOG_RATIO_LIMIT = 40.0
 """A log ratio above this is taken as this: e^40 is as good as infinite, and its square still fits float32."""
+CAP = BANDS["token"][1]
+"""Of the weight that a sample of μ has in a mean over π, unless the file sets a cap: past this ratio the
+default mask keeps no token."""
 
 
 class NonFiniteLogprob(ValueError):
@@ -41,6 +44,12 @@ def log_ratio(numerator: Tensor, denominator: Tensor) -> Tensor:
 def ratio(numerator: Tensor, denominator: Tensor) -> Tensor:
     """exp(numerator - denominator), of logprobs [N]; finite by LOG_RATIO_LIMIT."""
     return torch.exp(log_ratio(numerator, denominator))
+
+
+def sampling_weight(logprobs: Tensor, behavior: Tensor, cap: float | None) -> Tensor:
+    """min(π / μ, cap) as a constant, [N]: what makes a mean over samples of μ one over those of π (truncated
+    importance sampling, Ionides, J. Comput. Graph. Stat. 17, 2008)."""
+    return ratio(logprobs.detach(), behavior).clamp(max=CAP if cap is None else cap)
 
 
 def at_level(log_ratios: Tensor, sequences: Tensor, level: Level) -> Tensor:

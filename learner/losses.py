@@ -12,7 +12,14 @@ import torch
 from torch import Tensor
 
 from learner.algorithm import AlgorithmConfig, Estimator
-from learner.corrections import LOG_RATIO_LIMIT, correct, interpolated, log_ratio, refuse_non_finite
+from learner.corrections import (
+    LOG_RATIO_LIMIT,
+    correct,
+    interpolated,
+    log_ratio,
+    refuse_non_finite,
+    sampling_weight,
+)
 from learner.packing import MicroBatch, ValueBatch
 from learner.policy_losses import policy_loss
 from learner.preference import PAIR_SUMS, over_pairs, pair_loss, sum_by_response
@@ -93,14 +100,16 @@ def objective(
     old = proximal if algorithm.correction.kind == "decoupled" else behavior
     policy, clipped = policy_loss(logprobs, old, sequences, batch, algorithm)
     per_token = correction.weight * policy
-    if algorithm.entropy:
+    if algorithm.entropy:  # over the whole vocabulary, so whoever sampled the token plays no part
         per_token = per_token - correction.keep * algorithm.entropy * entropy
     metrics: Metrics = dict.fromkeys(("reference_kl", "reference_k1"), torch.zeros_like(log_rho))
     if batch.reference_logprobs is not None:
         refuse_non_finite(batch.reference_logprobs, "reference", batch.sequence_index, batch.target_ids)
         distance = kl(logprobs, batch.reference_logprobs, algorithm.kl.estimate)
-        if kl_coefficient:  # of samples of μ, as the policy loss is
-            per_token = per_token + correction.weight * kl_coefficient * distance
+        if kl_coefficient:
+            # Not the policy loss's weight, which is 1 where the ratio is in that loss or A > 0 with a taper.
+            weight = correction.keep * sampling_weight(logprobs, behavior, algorithm.correction.cap)
+            per_token = per_token + weight * kl_coefficient * distance
         metrics["reference_kl"] = distance
         metrics["reference_k1"] = divergence(logprobs, behavior, batch.reference_logprobs)
     loss = aggregate(per_token, batch.weights, sequences, algorithm.aggregation, total)
@@ -244,7 +253,8 @@ def kl(logprobs: Tensor, reference: Tensor, estimator: Estimator) -> Tensor:
 
     Samples of another policy need a weight.
 
-    As a loss k1's gradient is zero in expectation; k2's and k3's pull towards the reference.
+    As a loss k1's gradient is zero in expectation, k2's is that of KL(π ‖ reference), and k3's that of
+    KL(reference ‖ π).
     """
     distance = logprobs - reference
     if estimator == "k1":

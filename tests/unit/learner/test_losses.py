@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from learner.algorithm import BYPASSING, LOSSES, AlgorithmConfig
-from learner.corrections import LOG_RATIO_LIMIT, NonFiniteLogprob, ratio
+from learner.corrections import CAP, LOG_RATIO_LIMIT, NonFiniteLogprob, ratio
 from learner.losses import Denominators, aggregate, divergence, kl, objective
 from learner.packing import MicroBatch, empty
 from learner.policy_losses import ppo
@@ -93,7 +93,8 @@ def oracle(logprobs, entropy, batch: MicroBatch, of: AlgorithmConfig) -> list[to
         if batch.reference_logprobs is not None:
             d = batch.reference_logprobs.tolist()[i] - logprob
             estimate = {"k1": -d, "k2": d * d / 2, "k3": d.exp() - d - 1}[of.kl.estimate]
-            loss = loss + keep * weight * of.kl.coefficient * estimate
+            sampled = min(math.exp(min(now[i] - behavior[i], LOG_RATIO_LIMIT)), of.correction.cap or CAP)
+            loss = loss + keep * sampled * of.kl.coefficient * estimate
         share = {
             "token": 1 / TOTAL.tokens,
             "sequence": 1 / len(mates) / TOTAL.sequences,
@@ -353,6 +354,60 @@ def test_kl_estimators_are_zero_at_equal_policies_and_k3_is_never_negative():
     for estimator in ("k1", "k2", "k3"):
         assert float(kl(x, x, estimator).abs().max()) == 0
     assert float(kl(x, torch.flip(x, (0,)), "k3").min()) >= 0
+
+
+EXACT = {
+    "decoupled": {"loss": "ppo"},
+    "weighed by completions": {
+        "correction": {"weight": "sequence", "mask": "sequence", "mask_low": 0.1, "mask_high": 9}
+    },
+    "masked alone": {"correction": {"weight": "none", "mask": "sequence", "mask_low": 0.1, "mask_high": 9}},
+    "gspo": {"loss": "gspo"},
+    "taper": {"correction": {"taper": True}},
+    "bypass": {"correction": {"kind": "bypass"}},
+    "cispo": {"loss": "cispo", "correction": {"kind": "bypass"}},
+    "dppo": {"loss": "dppo", "correction": {"kind": "bypass"}},
+}
+
+
+@pytest.mark.parametrize("first_pass", [True, False])
+@pytest.mark.parametrize("estimator", ["k2", "k3"])
+@pytest.mark.parametrize("made", EXACT)
+def test_the_distance_in_the_loss_pulls_as_the_policys_own_does_whoever_sampled(made, estimator, first_pass):
+    """In the mean over what μ samples: k2 along the gradient of KL(π ‖ π_ref), k3 of KL(π_ref ‖ π)."""
+    shift = torch.tensor([1.1, -0.1, 0.05, 0.6, 0.0, -0.05])
+    logits = torch.tensor([-1.0, 0.8, 0.4, -0.5, 1.2, 0.1])
+    behavior, reference = logits.log_softmax(0), torch.linspace(1, -1, 6).log_softmax(0)
+    halfway = None if first_pass else (logits + shift / 2).log_softmax(0).tolist()
+    batch = micro_batch(
+        behavior.tolist(), [1.0, -1.0, 2.0, -0.5, -1.0, 1.0], range(6), halfway, reference.tolist()
+    )
+    batch = replace(batch, weights=behavior.exp())
+
+    def pull(coefficient):
+        leaf = (logits + shift).requires_grad_()
+        distance = {"coefficient": 1.0, "estimator": estimator}
+        of, one = algorithm(aggregate="token", kl=distance, **EXACT[made]), Denominators(1.0, 1.0, 1)
+        loss, metrics = objective(leaf.log_softmax(0), torch.zeros(6), batch, of, one, coefficient)
+        assert metrics["masked"] + metrics["vetoed"] == 0, "of all that is sampled"
+        return torch.autograd.grad(loss, leaf)[0]
+
+    found = pull(1.0) - pull(0.0)
+    leaf = (logits + shift).requires_grad_()
+    logprobs = leaf.log_softmax(0)
+    of, to = (logprobs, reference) if estimator == "k2" else (reference, logprobs)
+    (expected,) = torch.autograd.grad((of.exp() * (of - to)).sum(), leaf)
+    assert float(torch.cosine_similarity(found, expected, dim=0)) > 0.9999
+    assert found.tolist() == pytest.approx(expected.tolist(), abs=1e-5)
+
+
+@pytest.mark.parametrize(("cap", "most"), [(None, CAP), (1.5, 1.5)])
+def test_the_weight_of_the_distance_is_bounded(cap, most):
+    """A token that μ all but never samples would have a weight of thousands."""
+    kl = {"coefficient": 1.0, "estimator": "k2"}
+    of = algorithm(kl=kl, correction={"mask": "none"} | ({"cap": cap} if cap else {}))
+    got, _ = gradient(micro_batch([-9.0], [0.0], [0], reference=[-2.0]), of, [-1.0])
+    assert float(got) == pytest.approx(most / TOTAL.tokens)
 
 
 def test_the_divergence_from_the_reference_is_that_of_the_policy_whoever_sampled():
