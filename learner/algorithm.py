@@ -42,6 +42,11 @@ class KLConfig(Section):
                 f"estimator {self.estimate} is never negative: taken off the reward it also punishes what "
                 "the policy gives less than the reference, and drives it further off; use k1, or the loss"
             )
+        if self.placement == "loss" and self.estimate == "k1":
+            raise ValueError(
+                "estimator k1 has a gradient of 0 in expectation, so as a loss it holds the policy to nothing; "
+                "use k2 or k3, or placement reward"
+            )
         return self
 
 

@@ -266,6 +266,12 @@ def test_an_estimator_that_would_drive_away_is_refused_in_the_reward(refusal, es
     assert f"estimator {estimator} is never negative" in text
 
 
+def test_an_estimator_that_pulls_nowhere_is_refused_in_the_loss(refusal):
+    text = refusal(learner=kl(estimator="k1"))
+    assert "estimator k1 has a gradient of 0 in expectation" in text
+    assert "use k2 or k3" in text
+
+
 @pytest.mark.parametrize("changes", [{"placement": "reward"}, {"target": 6}])
 def test_a_coefficient_of_nothing_can_neither_be_placed_nor_adapted(refusal, changes):
     text = refusal(learner=kl(**changes, coefficient=0.0))
