@@ -8,23 +8,30 @@ from buffer.database import LAYOUT, Database, other_layout, read_only
 from buffer.prompts import PromptQueue, Row, fingerprint
 
 
-def belongings(run_id: str, queue: PromptQueue, eval_rows: list[Row]) -> Iterator[tuple[str, str, str]]:
+def belongings(
+    run_id: str, queue: PromptQueue, eval_rows: list[Row], temperature: float
+) -> Iterator[tuple[str, str, str]]:
     """Fact, its value for this configuration, and what to do where the store has another."""
     yield "run_id", run_id, "use another run_dir"
     yield "data", fingerprint(queue.rows), "the training rows changed; use another run_dir"
     # The place in the data is a number in that order: in another one rows would come twice, and others never.
     yield "order", queue.order, "set seed and data.shuffle back, or use another run_dir"
+    # The learner's ratios are to the logprobs of what is stored, and at another one of another distribution.
+    back = "set rollout.sampling.temperature back, or use another run_dir"
+    yield "temperature", str(float(temperature)), back
     if eval_rows:
         yield "eval", fingerprint(eval_rows), "the eval rows changed; use another run_dir"
 
 
-def claim(database: Database, run_id: str, queue: PromptQueue, eval_rows: list[Row]) -> None:
+def claim(
+    database: Database, run_id: str, queue: PromptQueue, eval_rows: list[Row], temperature: float
+) -> None:
     """Keep them in a new store, compare them with those of an old one.
 
     Raises:
         ValueError: The store cannot go on with these.
     """
-    for fact, value, advice in belongings(run_id, queue, eval_rows):
+    for fact, value, advice in belongings(run_id, queue, eval_rows, temperature):
         known = database.fact(fact)
         if known is None:
             database.set_fact(fact, value)
@@ -35,7 +42,7 @@ def claim(database: Database, run_id: str, queue: PromptQueue, eval_rows: list[R
         raise ValueError(_still_open(database.path, open_))
 
 
-def check(run_dir: Path, run_id: str, queue: PromptQueue, eval_rows: list[Row]) -> None:
+def check(run_dir: Path, run_id: str, queue: PromptQueue, eval_rows: list[Row], temperature: float) -> None:
     """As `claim`, of a store that is only looked at; a run that has none yet may begin with anything.
 
     Raises:
@@ -54,7 +61,7 @@ def check(run_dir: Path, run_id: str, queue: PromptQueue, eval_rows: list[Row]) 
         connection.close()
     if facts.get("layout", LAYOUT) != LAYOUT:
         raise ValueError(other_layout(path, facts["layout"]))
-    for fact, value, advice in belongings(run_id, queue, eval_rows):
+    for fact, value, advice in belongings(run_id, queue, eval_rows, temperature):
         if facts.get(fact, value) != value:
             raise ValueError(_differs(path, fact, facts[fact], value, advice))
     if found is not None and not eval_rows:

@@ -2,7 +2,7 @@
 
 from typing import Annotated, Self
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, ConfigDict, Field, model_validator
 
 from buffer.dotted import named
 from buffer.experiment import (
@@ -75,9 +75,24 @@ class BufferConfig(Section):
         return Rules(self.groups_per_batch, self.max_staleness, self.policy, self.max_uses)
 
 
+class Sampling(Section):
+    model_config = ConfigDict(extra="ignore")
+
+    temperature: float = Field(default=1.0, gt=0)
+
+
+class SampledAt(Section):
+    """Of the rollout section what stored logprobs are of; it is checked by the servers."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    sampling: Sampling = Sampling()
+
+
 class BufferExperiment(Experiment):
     data: DataConfig
     buffer: BufferConfig = BufferConfig()
+    rollout: SampledAt = SampledAt()
     learner: RunLength = RunLength()
     eval: EvalConfig | None = None
     security: SecurityConfig = SecurityConfig()

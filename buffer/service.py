@@ -116,12 +116,11 @@ def fruitless(status: dict[str, Any]) -> str:
 
 def _sources(experiment: BufferExperiment) -> Sources:
     data, evaluation = experiment.data, experiment.eval
-    queue = open_prompts(data, experiment.seed)
+    queue, temperature = open_prompts(data, experiment.seed), experiment.rollout.sampling.temperature
     if evaluation is None:
-        return Sources(queue, [], None, experiment.seed)
-    return Sources(
-        queue, load_rows(evaluation.source, experiment.seed + EVAL_SEED), evaluation.every, experiment.seed
-    )
+        return Sources(queue, [], None, experiment.seed, temperature)
+    rows = load_rows(evaluation.source, experiment.seed + EVAL_SEED)
+    return Sources(queue, rows, evaluation.every, experiment.seed, temperature)
 
 
 def _stop_on_signals() -> asyncio.Event:

@@ -42,6 +42,8 @@ class Sources:
     eval_every: int | None
     seed: int = 0
     """The run's."""
+    temperature: float = 1.0
+    """That training completions are sampled at."""
 
 
 class Store:
@@ -67,8 +69,9 @@ class Store:
         self._config = config
         self._rules = config.rules
         self._seed = sources.seed
+        self._temperature = sources.temperature
         with self.transaction():
-            claim(self.database, run_id, sources.queue, sources.eval_rows)
+            claim(self.database, run_id, sources.queue, sources.eval_rows, sources.temperature)
         self.ledger = Ledger(self.database, sources.queue, sources.eval_rows, config.lease_timeout_s, clock)
         path = run_dir / EVALUATIONS if run_dir else None
         self.evaluations = Evaluations(
@@ -319,6 +322,7 @@ class Store:
         epoch, position = self.ledger.place()
         return {
             "max_staleness": self._rules.max_staleness,
+            "temperature": self._temperature,
             "version": stock.published,
             "published": stock.published,
             "frontier": stock.assembled,

@@ -27,7 +27,7 @@ def check(e: WholeExperiment, services: Collection[str] = SERVICES) -> None:
     if "buffer" in services and (run_dir / "buffer.sqlite").is_file():
         queue = open_prompts(e.data, e.seed)
         rows = load_rows(e.eval.source, e.seed + EVAL_SEED) if e.eval else []
-        belongings.check(run_dir, e.name, queue, rows)
+        belongings.check(run_dir, e.name, queue, rows, e.rollout.sampling.temperature)
     if "learner" in services:
         step = check_checkpoint(e)
         check_forgotten(run_dir, step)

@@ -44,8 +44,8 @@ class KLConfig(Section):
             )
         if self.placement == "loss" and self.estimate == "k1":
             raise ValueError(
-                "estimator k1 has a gradient of 0 in expectation, so as a loss it holds the policy to nothing; "
-                "use k2 or k3, or placement reward"
+                "estimator k1 has a gradient of 0 in expectation, so as a loss it holds the policy to "
+                "nothing; use k2 or k3, or placement reward"
             )
         return self
 

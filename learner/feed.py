@@ -102,22 +102,24 @@ class Feed:
             asked.cancel()
         return command, None
 
-    def frontier(self, max_staleness: int) -> int | None:
+    def frontier(self, max_staleness: int, temperature: float) -> int | None:
         """Batches that the buffer has assembled so far; None when the job is to stop before it answers.
 
         Args:
             max_staleness: By which this job's corrections were chosen and checked.
+            temperature: That its logprobs are at.
 
         Raises:
-            ValueError: The buffer keeps to another.
+            ValueError: The buffer keeps to others.
         """
         status = self._tell("status", lambda buffer: buffer.status())
-        theirs = max_staleness if status is None else int(status["max_staleness"])
-        if theirs != max_staleness:
-            raise ValueError(
-                f"buffer.max_staleness={max_staleness} here, and the buffer was started with {theirs}; start "
-                "both with the same"
-            )
+        mine = {"buffer.max_staleness": max_staleness, "rollout.sampling.temperature": temperature}
+        for key, value in mine.items():
+            theirs = value if status is None else status[key.rpartition(".")[2]]
+            if theirs != value:
+                raise ValueError(
+                    f"{key}={value} here, and the buffer was started with {theirs}; start both with the same"
+                )
         known = -1 if status is None else int(status["frontier"])
         told = collectives.broadcast_numbers([known])[0]
         return None if told < 0 else told

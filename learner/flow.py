@@ -72,7 +72,8 @@ class Flow:
         """Bring the policy to the servers, unless they hold a later one: of the batches that the buffer
         assembled before a restart, this trains again what its checkpoint lacks."""
         self._stillness.see("opening")
-        frontier = self._feed.frontier(self.experiment.buffer.max_staleness)
+        e = self.experiment
+        frontier = self._feed.frontier(e.buffer.max_staleness, e.rollout.sampling.temperature)
         if frontier is None:
             self.interrupted = True
             return

@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack, closing, suppress
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import uvloop
 
@@ -113,16 +114,33 @@ async def _serve(experiment: RolloutExperiment, name: str) -> None:
 
 
 async def _greet(experiment: RolloutExperiment, name: str) -> None:
-    """A buffer that is there already and is another run's, or has other keys, is told of before vLLM starts.
+    """A buffer that is there already and is another run's, or has other keys or another temperature, is told
+    of before vLLM starts.
 
     Raises:
-        WrongRun: It is.
+        WrongRun: It is another run's.
+        ValueError: Its learner would take what is sampled here for another distribution's.
     """
     keys = client_keys(experiment.security.keys, "rollout", "buffer")
     address, run = experiment.buffer.address, experiment.name
     async with BufferClient(address, "observer", run, f"{name}-greeting", GREETING_S, keys) as buffer:
         with suppress(Unreachable):  # it may come later; then it is waited for
-            await buffer.status()
+            _agree(experiment, await buffer.status())
+
+
+def _agree(experiment: RolloutExperiment, status: dict[str, Any]) -> None:
+    mine, theirs = experiment.rollout.sampling.temperature, status["temperature"]
+    if mine != theirs:
+        raise ValueError(
+            f"rollout.sampling.temperature={mine} here, and the buffer was started with {theirs}; start both "
+            "with the same"
+        )
+
+
+async def _join(experiment: RolloutExperiment, buffer: BufferClient, loop: RolloutLoop) -> None:
+    """Work, once the buffer is there; it may have come after the greeting."""
+    _agree(experiment, await buffer.status())
+    await loop.run()
 
 
 async def serve_with(
@@ -180,7 +198,7 @@ async def _work(
         stillness = Stillness(experiment.logging.stalled_s)
         written = meters.write(metrics_path, lambda: receiver.version, stillness)
         await first_of(
-            asyncio.create_task(loop.run()),
+            asyncio.create_task(_join(experiment, client, loop)),
             asyncio.create_task(_engine_lost(wait_failed)),
             asyncio.create_task(unending(receiver.run())),
             asyncio.create_task(unending(written)),

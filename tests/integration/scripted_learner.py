@@ -161,7 +161,8 @@ class ScriptedBuffer:
     async def status(self) -> dict[str, object]:
         await self._silence("status")
         bound = self._options.get("bound", BufferConfig().max_staleness)
-        return {"frontier": self._options.get("frontier", 0), "over": True, "max_staleness": bound}
+        told = {"frontier": self._options.get("frontier", 0), "over": True, "max_staleness": bound}
+        return told | {"temperature": self._options.get("temperature", 1.0)}
 
     def _note(self, what: str, number: int) -> None:
         with (self._out / "told.jsonl").open("a") as file:

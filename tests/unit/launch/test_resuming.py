@@ -2,6 +2,7 @@
 
 import io
 import json
+import sqlite3
 import time
 from pathlib import Path
 
@@ -48,7 +49,8 @@ class open_store:
     def __init__(self, e):
         Path(e.run_dir).mkdir(parents=True, exist_ok=True)
         rows = load_rows(e.eval.source, e.seed + EVAL_SEED) if e.eval else []
-        sources = Sources(open_prompts(e.data, e.seed), rows, None, e.seed)
+        temperature = e.rollout.sampling.temperature
+        sources = Sources(open_prompts(e.data, e.seed), rows, None, e.seed, temperature)
         self.store = Store(Path(e.run_dir), e.name, e.buffer, sources, time.monotonic)
 
     def __enter__(self):
@@ -76,6 +78,8 @@ ALLOWED = {
     "more staleness": ["buffer.max_staleness=5"],
     "larger batches": ["buffer.groups_per_batch=16"],
     "smaller batches": ["buffer.groups_per_batch=1"],
+    "an evaluation's temperature": ["eval.temperature=0.3"],
+    "longer completions": ["rollout.sampling.max_tokens=20"],
     "larger groups": ["rollout.group_size=4"],
     "another rate": ["learner.optimizer.lr=1e-7"],
     "more steps": ["learner.steps=100"],
@@ -86,6 +90,10 @@ ALLOWED = {
 REFUSED = {
     "seed": (["seed=2"], "order is 'shuffled with seed 1', this run's is 'shuffled with seed 2'"),
     "shuffle": (["data.shuffle=false"], "order is 'shuffled with seed 1', this run's is 'as the rows stand'"),
+    "temperature": (
+        ["rollout.sampling.temperature=0.7"],
+        "temperature is '1.0', this run's is '0.7': set rollout.sampling.temperature back",
+    ),
     "another split": (['data.split="2,4,4"'], "the training rows changed; use another run_dir"),
     "dtype": (["model.dtype=float32"], "written with model.dtype=bfloat16, this run has float32"),
     "optimizer": (
@@ -131,6 +139,19 @@ def test_the_store_itself_refuses_another_order_too(stopped):
     again, _ = stopped
     with pytest.raises(ValueError, match=r"set seed and data\.shuffle back"):
         open_store(again("seed=2"))
+
+
+def test_a_store_that_does_not_know_its_temperature_goes_on(stopped):
+    """As one that was begun before it was kept; from now on it does."""
+    again, run_dir = stopped
+    with sqlite3.connect(run_dir / "buffer.sqlite") as connection:
+        connection.execute("DELETE FROM facts WHERE name = 'temperature'")
+    warm = again("rollout.sampling.temperature=0.7")
+    resuming.check(warm)
+    with open_store(warm) as store, store.transaction():
+        assert store.status()["temperature"] == 0.7
+    with pytest.raises(ValueError, match=r"temperature is '0\.7', this run's is '1\.0'"):
+        resuming.check(again())
 
 
 def test_another_order_matters_only_where_there_is_one(stopped, tmp_path):

@@ -59,6 +59,7 @@ class Scripted:
             "leased": 0,
             "loop_lag_s": 0.1,
             "max_staleness": 2,
+            "temperature": 1.0,
         }
 
 
@@ -170,13 +171,15 @@ def test_a_job_that_is_to_stop_does_not_wait_for_a_buffer_that_is_gone(world, ca
         signalled.set()
         telling.join(5.0)
         assert not telling.is_alive()
-        assert Feed(silent, 30).frontier(2) is None
+        assert Feed(silent, 30).frontier(2, 1.0) is None
     told = [r.message for r in caplog.records if r.name == "learner.line"]
     assert told[0] == "no answer (batches below 3 are in a checkpoint): stopping without it"
 
 
 def test_the_frontier_is_the_buffers(world):
     with BufferLine(lambda: Scripted()) as line:
-        assert Feed(line, 30).frontier(2) == 4
+        assert Feed(line, 30).frontier(2, 1.0) == 4
         with pytest.raises(ValueError, match="max_staleness=0 here, and the buffer was started with 2"):
-            Feed(line, 30).frontier(0)
+            Feed(line, 30).frontier(0, 1.0)
+        with pytest.raises(ValueError, match=r"temperature=0\.7 here, and the buffer .* with 1\.0"):
+            Feed(line, 30).frontier(2, 0.7)

@@ -80,6 +80,49 @@ def test_a_missing_model_is_told_in_one_line_and_ends_with_1(tmp_path, caplog):
     assert "\n" not in line
 
 
+class OtherBuffer:
+    """One that was started with a temperature of its own."""
+
+    def __init__(self, *_):
+        pass
+
+    async def __aenter__(self):
+        return self
+
+    async def __aexit__(self, *_):
+        pass
+
+    async def status(self):
+        return {"temperature": 0.7}
+
+
+@pytest.mark.parametrize("here", [0.7, 1.0])
+def test_a_server_of_another_temperature_than_the_buffers_ends(tmp_path, monkeypatch, here):
+    """Before its engine starts, and where the buffer came later, before it has a lease."""
+    monkeypatch.setattr(service, "BufferClient", OtherBuffer)
+    worked = []
+
+    async def work(loop):
+        worked.append(loop)
+
+    monkeypatch.setattr(service.RolloutLoop, "run", work)
+    settings = experiment(tmp_path, rollout={"sampling": {"max_tokens": 16, "temperature": here}})
+    engine, renderer = ScriptedEngine(plain_completion), Renderer(None, 64)
+
+    async def join():
+        await engine.start()
+        plans = service.sampling_plans(settings)
+        await service.serve_with(settings, "s", engine, TotalReward({}), renderer, plans)
+
+    for came in (service._greet(settings, "s"), join()):
+        if here == 0.7:
+            asyncio.run(came)
+            continue
+        with pytest.raises(ValueError, match=r"temperature=1\.0 here, and the buffer was started with 0\.7;"):
+            asyncio.run(came)
+    assert len(worked) == (here == 0.7)
+
+
 def test_an_engine_that_dies_ends_the_server_even_when_nobody_else_is_there(tmp_path):
     async def go():
         settings = experiment(tmp_path)
