@@ -70,7 +70,7 @@ def one(staleness: int, seed: int, options: argparse.Namespace) -> dict[str, Any
         "seconds": curve[-1][0],
         "seconds_to_goal": seconds_to_goal(curve),
         "staleness_mean": round(statistics.fmean(r["staleness/mean"] for r in late), 2),
-        "ess_mean": round(statistics.fmean(r["ess"] or 1.0 for r in late), 3),
+        "ess_mean": round(statistics.fmean(r["rho/ess"] or 1.0 for r in late), 3),
         "mask_fraction": round(statistics.fmean(r["mask_fraction"] for r in late), 4),
         "learner": learner_times(late),
         "curve": curve,

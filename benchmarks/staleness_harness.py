@@ -223,7 +223,7 @@ def train(
     return {
         "curve": [round(s, 3) for s in scores],
         "chance": [round(c, 4) for c in chances],
-        "ess": _mean(rows, "ess"),
+        "ess": _mean(rows, "rho/ess"),
         "rho_max": max(r["rho/max"] for r in rows),
         "mask_fraction": _mean(rows, "mask_fraction"),
         "clip_fraction": _mean(rows, "clip_fraction"),

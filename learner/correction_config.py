@@ -27,6 +27,9 @@ TAPERED: dict[Level, tuple[float, float]] = {
 }
 """The same with taper, of tokens with A ≤ 0."""
 
+CAP = BANDS["token"][1]
+"""Past this a single token's ratio says more of itself than of the policy: no default mask keeps it. Of the
+weight that a sample of μ has in a mean over π where the file sets no cap, and of ρ in its mean."""
 VETO = 1e-4
 FARTHEST = 1e6
 """A mask or a veto for ratios that are farther from 1 stops nothing."""

@@ -9,13 +9,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from learner.correction_config import BANDS, CorrectionConfig, Level
+from learner.correction_config import CAP, CorrectionConfig, Level
 
 LOG_RATIO_LIMIT = 40.0
 """A log ratio above this is taken as this: e^40 is as good as infinite, and its square still fits float32."""
-CAP = BANDS["token"][1]
-"""Of the weight that a sample of μ has in a mean over π, unless the file sets a cap: past this ratio the
-default mask keeps no token."""
 
 
 class NonFiniteLogprob(ValueError):

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from learner.algorithm import AlgorithmConfig, Estimator
+from learner.correction_config import CAP
 from learner.corrections import (
     LOG_RATIO_LIMIT,
     correct,
@@ -21,13 +22,13 @@ from learner.corrections import (
     sampling_weight,
 )
 from learner.packing import MicroBatch, ValueBatch
-from learner.policy_losses import policy_loss
+from learner.policy_losses import gradient_ratio, policy_loss
 from learner.preference import PAIR_SUMS, over_pairs, pair_loss, sum_by_response
 
 Metrics = dict[str, Tensor]
 METRICS = (
     "rho", "rho_squares", "behavior_k1", "behavior_k3", "entropy", "clipped", "masked", "vetoed", "capped",
-    "reference_kl", "reference_k1", "tokens", "loss", "rho_max",
+    "reference_kl", "reference_k1", "rho_bounded", "weight", "weight_squares", "tokens", "loss", "rho_max",
     "inverse_rho_max",
 )  # fmt: skip
 """They add up, but for those in `_max`, of which the largest counts."""
@@ -119,6 +120,7 @@ def objective(
         "masked": correction.masked.float(),
         "vetoed": correction.vetoed.float(),
         "capped": correction.capped.float(),
+        "weight": correction.weight * gradient_ratio(logprobs, old, sequences, clipped, algorithm),
     }
     return loss, _summed(loss, log_rho, metrics, batch)
 
@@ -171,6 +173,7 @@ def pair_objective(
         "reference_k1": divergence(logprobs, behavior, reference),
         "entropy": entropy,
         **dict.fromkeys(("clipped", "masked", "vetoed", "capped"), nothing),
+        "weight": torch.ones_like(entropy),
     }
     return loss, _summed(loss, log_ratio(logprobs.detach(), behavior), metrics, batch) | pair_sums
 
@@ -181,11 +184,13 @@ def _summed(loss: Tensor, log_rho: Tensor, per_token: Metrics, batch: MicroBatch
     metrics: Metrics = {
         "rho": rho,
         "rho_squares": rho**2,
+        "rho_bounded": rho.clamp(max=CAP),
         "behavior_k1": -log_rho,
         # expm1 keeps the digits that rho - 1 loses when the policies agree.
         "behavior_k3": torch.expm1(log_rho) - log_rho,
         "tokens": torch.ones_like(rho),
         **per_token,
+        "weight_squares": per_token["weight"].double() ** 2,
     }
     sums = {name: (values.detach() * batch.weights).double().sum() for name, values in metrics.items()}
     sums["rho_max"] = (rho * batch.weights).max().double()

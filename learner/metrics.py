@@ -119,7 +119,9 @@ class StepReport:
             "rho/mean": mean.get("rho"),
             "rho/min": 1 / inverse if inverse else None,
             "rho/max": of.get("rho_max", 0.0),
-            "ess": effective_share(of),
+            "rho/bounded": mean.get("rho_bounded"),
+            "rho/ess": effective_share(of, "rho"),
+            "ess": effective_share(of, "weight"),
             "kl/k1": mean.get("behavior_k1", unknown),
             "kl/k3": mean.get("behavior_k3", unknown),
             "kl/reference": mean.get("reference_kl", unknown),
@@ -153,11 +155,17 @@ def pair_row(sums: dict[str, float], tied: int, beta: float) -> Row:
     return counts | (told if pairs else dict.fromkeys(told))
 
 
-def effective_share(sums: dict[str, float]) -> float | None:
-    """Effective sample size over the sample size: (Σρ)² / (Σρ² · N), 1 when all ρ are equal; None of none."""
-    squares, tokens = sums.get("rho_squares", 0.0), sums.get("tokens", 0.0)
+def effective_share(sums: dict[str, float], of: str) -> float | None:
+    """Effective sample size over the sample size: (Σw)² / (Σw² · N), 1 when all w are equal; None of none.
+
+    Args:
+        of: The sum that has w: `rho`, or `weight`, what tokens really weigh in the gradient; of those that
+            are not trained that is 0.
+    """
+    squares, tokens = sums.get(f"{of}_squares", 0.0), sums.get("tokens", 0.0)
     # At most 1 but for the last digit of the sums.
-    return min(1.0, sums["rho"] ** 2 / (squares * tokens)) if squares and tokens else None
+    share = min(1.0, sums[of] ** 2 / (squares * tokens)) if squares and tokens else 0.0
+    return share if tokens else None
 
 
 def batch_row(shard: Batch, max_staleness: int) -> Row:

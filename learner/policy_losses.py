@@ -43,6 +43,23 @@ def policy_loss(
     return own(of.loss, logprobs, old, batch), nowhere
 
 
+def gradient_ratio(
+    logprobs: Tensor, old: Tensor, sequences: Tensor, stopped: Tensor, of: AlgorithmConfig
+) -> Tensor:
+    """What the loss's own ratio multiplies a token's -A·∇log π by, [N]; 0 where the trust region stops it.
+
+    Args:
+        stopped: As `policy_loss` tells it; cispo stops none of them.
+    """
+    if of.loss == "reinforce":
+        return torch.ones_like(old)
+    moved = log_ratio(logprobs.detach(), old)
+    if of.loss == "cispo":
+        low, high = of.clip
+        return moved.exp().clamp(1 - low, 1 + high)
+    return at_level(moved, sequences, "geometric" if of.loss == "gspo" else "token").exp() * ~stopped
+
+
 def ppo(logprobs: Tensor, old: Tensor, advantages: Tensor, low: float, high: float) -> Lost:
     """-min(r·A, clip(r, 1 - low, 1 + high)·A) with r = π / π_old; stopped where the clipped side is smaller.
 

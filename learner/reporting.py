@@ -76,8 +76,10 @@ class Reporter:
             *(math.nan if row[k] is None else row[k] for k in ("rho/mean", "ess")),
             *(row[k] for k in ("tokens", "time/step", "time/wait_batch", "samples/s")),
         )
-        for line in self._alarms.hear(step, row["ess"], row["rho/mean"]) if self._alarms else ():
-            logger.warning(line)
+        if self._alarms is not None:
+            left_out = row["mask_fraction"] + row["veto_fraction"]
+            for line in self._alarms.hear(step, row["ess"], row["rho/bounded"], left_out):
+                logger.warning(line)
         if step % self._samples_every == 0 or step == 1:
             self._journal.write_samples(step, shard.groups)
 
@@ -110,5 +112,6 @@ def sync_row(published: PublishReport | None) -> dict[str, Any]:
 
 
 def alarms_of(experiment: LearnerExperiment) -> Alarms:
-    of = experiment.learner.algorithm.at_age(experiment.buffer.max_staleness).correction
-    return Alarms(experiment.model.dtype, weighs=of.kind == "decoupled" and not of.taper)
+    of = experiment.algorithm
+    bounded = of.correction.taper or of.correction.cap is not None
+    return Alarms(experiment.model.dtype, weighs=of.weight_level != "none" and not bounded)

@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from learner.algorithm import BYPASSING, LOSSES, AlgorithmConfig
-from learner.corrections import CAP, LOG_RATIO_LIMIT, NonFiniteLogprob, ratio
+from learner.correction_config import CAP
+from learner.corrections import LOG_RATIO_LIMIT, NonFiniteLogprob, ratio
 from learner.losses import Denominators, aggregate, divergence, kl, objective
 from learner.packing import MicroBatch, empty
 from learner.policy_losses import ppo
@@ -223,6 +224,22 @@ def test_the_gradient_is_that_of_the_loop(made, kl, entropy, how, first_pass):
     expected = torch.autograd.grad(sum(oracle(*slow, batch, of)), [*slow[0], *slow[1]], allow_unused=True)
     numbers = [0.0 if x is None else float(x) for x in expected]
     assert torch.cat(found).tolist() == pytest.approx(numbers, rel=1e-5, abs=1e-9)
+
+
+@pytest.mark.parametrize("first_pass", [True, False])
+@pytest.mark.parametrize(
+    "made", OBJECTIVES, ids=lambda made: "-".join([made["loss"], *map(str, made["correction"].values())])
+)
+def test_the_weights_that_are_told_are_those_of_the_gradient(made, first_pass):
+    """Of -A·∇log π at every token, whatever stops, caps or tapers it."""
+    sequences, current, behavior, proximal, _, advantages, trusted = map(list, zip(*POINTS, strict=True))
+    plain = {"dppo": {"penalty": 0.0}} if made["loss"] == "dppo" else {}
+    of = algorithm(aggregate="token", **made, **plain)
+    batch = micro_batch(behavior, advantages, sequences, None if first_pass else proximal)
+    got, metrics = gradient(replace(batch, trusted=torch.tensor(trusted)), of, current)
+    weights = -got.double() * TOTAL.tokens / batch.advantages
+    assert float(metrics["weight"]) == pytest.approx(float(weights.sum()), rel=1e-5)
+    assert float(metrics["weight_squares"]) == pytest.approx(float((weights**2).sum()), rel=1e-5)
 
 
 def gradient(batch, of, current):

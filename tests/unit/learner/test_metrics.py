@@ -41,7 +41,16 @@ def test_means_are_over_the_tokens_of_all_updates_and_the_loss_over_updates():
 def test_a_batch_without_gradient_has_no_ratio():
     row = StepReport(lr=0.1, trained_tokens=9).row()
     assert row["ess"] is None
-    for name in ("rho/mean", "rho/min", "kl/k1", "kl/k3", "kl/reference", "entropy"):
+    for name in (
+        "rho/mean",
+        "rho/bounded",
+        "rho/ess",
+        "rho/min",
+        "kl/k1",
+        "kl/k3",
+        "kl/reference",
+        "entropy",
+    ):
         assert row[name] is None
     assert row["clip_fraction"] == 0
     assert row["gradient_fraction"] == 0
@@ -81,8 +90,10 @@ def test_online_dpo_tells_its_pairs_and_no_other_run_has_them():
 
 
 def test_effective_share_is_one_for_equal_weights_and_one_over_n_for_a_single_one():
-    assert effective_share({"rho": 6.0, "rho_squares": 12.0, "tokens": 3.0}) == pytest.approx(1.0)
-    assert effective_share({"rho": 5.0, "rho_squares": 25.0, "tokens": 4.0}) == pytest.approx(0.25)
+    assert effective_share({"rho": 6.0, "rho_squares": 12.0, "tokens": 3.0}, "rho") == pytest.approx(1.0)
+    assert effective_share({"rho": 5.0, "rho_squares": 25.0, "tokens": 4.0}, "rho") == pytest.approx(0.25)
+    nothing = {"weight": 0.0, "weight_squares": 0.0, "tokens": 3.0}
+    assert effective_share(nothing, "weight") == 0.0, "of tokens that are all masked"
 
 
 def test_staleness_is_that_of_the_oldest_trained_token():
