@@ -186,6 +186,12 @@ class AlgorithmConfig(Section):
                 f"loss {self.loss} has the ratio to the behavior policy in it, and correction.kind decoupled "
                 "would weigh by that distance once more; set correction.kind: bypass"
             )
+        idle = [k for k in changed(self, "clip_low", "clip_high") if getattr(self, k) >= 1]
+        if self.loss == "dppo" and idle:
+            raise ValueError(
+                f"of loss dppo {', '.join(idle)} bounds by how much a probability may change, and none "
+                "changes by 1 or more, so it would stop nothing; expected less than 1"
+            )
         if self.loss == "gspo" and bypass and len(changed(self, "clip_low", "clip_high")) < 2:
             raise ValueError(
                 "loss gspo clips at 3e-4 and 4e-4 from the proximal policy, and with correction.kind bypass "
@@ -219,7 +225,7 @@ class AlgorithmConfig(Section):
     @property
     def ignores_age(self) -> bool:
         """Whether nothing tells another policy's token from one of the policy's own: no ratio of the loss, no
-        weight, no mask, no veto of the file's. One left to its default corrects nothing by itself."""
+        weight, no mask, no veto above the default one, which corrects nothing by itself."""
         of = self.correction
         if of.kind == "bypass" and self.loss != "reinforce":
             return False

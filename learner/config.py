@@ -18,7 +18,7 @@ from buffer.experiment import (
     SecurityConfig,
 )
 from learner.algorithm import AlgorithmConfig
-from learner.correction_config import changed
+from learner.correction_config import FARTHEST, VETO, changed
 from learner.layout_config import OwnRanks as OwnRanks
 from learner.layout_config import ParallelConfig as ParallelConfig
 from learner.layout_config import ReferenceConfig as ReferenceConfig
@@ -371,7 +371,8 @@ class LearnerExperiment(Experiment):
                 f"learner.algorithm: neither loss {self.learner.algorithm.loss} nor its correction has a "
                 "ratio to the behavior policy in it, so tokens up to "
                 f"buffer.max_staleness={stale} versions old would be trained as the policy's own; "
-                "weigh or mask by ρ, set a veto, or use loss cispo with kind bypass"
+                f"weigh or mask by ρ within {1 / FARTHEST:g} and {FARTHEST:g}, set a veto above {VETO:g}, or "
+                "use loss cispo with kind bypass"
             )
         return self
 

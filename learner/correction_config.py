@@ -31,8 +31,8 @@ CAP = BANDS["token"][1]
 """Past this a single token's ratio says more of itself than of the policy: no default mask keeps it. Of the
 weight that a sample of μ has in a mean over π where the file sets no cap, and of ρ in its mean."""
 VETO = 1e-4
-FARTHEST = 1e6
-"""A mask or a veto for ratios that are farther from 1 stops nothing."""
+FARTHEST = 100.0
+"""A mask or a cap for ratios that are farther from 1 bounds nothing."""
 MASKS = ("mask", "mask_low", "mask_high")
 TAPERED_ABOVE = 2
 """Versions of age past which the correction tapers unless the file says otherwise (docs/experiments.md)."""
@@ -96,9 +96,9 @@ class CorrectionConfig(Section):
 
     @property
     def stops_some(self) -> bool:
-        """Whether the mask, or a veto of the file's, is for ratios that tokens may have."""
+        """Whether the mask, or a veto above the default one, is for ratios that tokens may have."""
         low, high = self.band
-        return low > 1 / FARTHEST or high < FARTHEST or (self.veto or 0.0) > 1 / FARTHEST
+        return low >= 1 / FARTHEST or high <= FARTHEST or self.veto_below > VETO
 
     @property
     def veto_below(self) -> float:
@@ -146,14 +146,14 @@ class CorrectionConfig(Section):
                 f"{', '.join(idle)} would undo or do nothing to; remove it, or taper"
             )
         bounded = (
-            self.cap is not None
-            or self.taper
-            or (self.mask_level == "sequence" and math.isfinite(self.band[1]))
+            self.taper
+            or (self.cap is not None and self.cap <= FARTHEST)
+            or (self.mask_level == "sequence" and self.band[1] <= FARTHEST)
         )
         if self.weight == "sequence" and not bounded:
             raise ValueError(
                 "weight sequence is a product over a completion's tokens, which grows with its length "
-                "without bound; set cap (2 to 10 is usual), or mask sequence"
+                f"without bound; set cap (2 to 10 is usual, more than {FARTHEST:g} is none), or mask sequence"
             )
         return self
 

@@ -62,6 +62,8 @@ def test_a_mask_that_trains_nothing(refusal, correction):
         ({"weight": "none", "cap": 2}, "weight none is 1 everywhere, so cap would change no weight"),
         ({"weight": "none", "normalize": True}, "so normalize would change no weight"),
         ({"weight": "sequence"}, "grows with its length without bound; set cap"),
+        ({"weight": "sequence", "cap": 1e6}, "more than 100 is none"),
+        ({"weight": "sequence", "mask": "sequence", "mask_high": 1e5}, "more than 100 is none"),
         ({"kind": "bypass", "taper": True}, "taper would weigh by it once more"),
         ({"weight": "none", "taper": True}, "weight none is 1 everywhere, so taper would change no weight"),
         ({"taper": True, "cap": 2}, "which cap would undo or do nothing to"),
@@ -93,6 +95,14 @@ BYPASS = {"kind": "bypass"}
         ({"loss": "dppo", "correction": BYPASS, "m2po": {"second_moment": 1}}, "m2po is of loss m2po"),
         ({"loss": "gspo", "correction": BYPASS}, "set clip_low and clip_high, or kind decoupled"),
         ({"loss": "gspo", "correction": BYPASS, "clip_low": 0.1}, "set clip_low and clip_high"),
+        (
+            {"loss": "dppo", "correction": BYPASS, "clip_high": 1.0},
+            "of loss dppo clip_high bounds by how much",
+        ),
+        (
+            {"loss": "dppo", "correction": BYPASS, "clip_low": 5},
+            "so it would stop nothing; expected less than 1",
+        ),
         ({"overlong": {"penalty": 2}}, "without band no reward falls"),
         ({"overlong": {"band": 300}}, "overlong.band=300 is more than rollout.sampling.max_tokens=256"),
     ],
@@ -156,6 +166,13 @@ def test_what_staleness_forbids(refusal):
         {"correction": {"weight": "none", "mask": "none"}},
         {"correction": {"weight": "none", "mask": "none", "veto": 1e-30}},
         {"correction": {"weight": "none", "mask_low": 0, "mask_high": 1e30}},
+        {"correction": {"weight": "none", "mask": "none", "veto": 1e-4}},
+        {"correction": {"weight": "none", "mask_low": 0, "mask_high": 101}},
+        {"loss": "reinforce", "correction": {"kind": "bypass", "veto": 2e-6}},
+        {
+            "loss": "reinforce",
+            "correction": {"kind": "bypass", "mask": "token", "mask_low": 0, "mask_high": 1e5},
+        },
     ):
         text = refusal(learner={"algorithm": uncorrected})
         assert "buffer.max_staleness=2 versions old would be trained as the policy's own" in text
@@ -164,7 +181,9 @@ def test_what_staleness_forbids(refusal):
 @pytest.mark.parametrize(
     "algorithm",
     [
-        {"correction": {"weight": "none", "mask": "none", "veto": 1e-4}},
+        {"correction": {"weight": "none", "mask": "none", "veto": 0.01}},
+        {"correction": {"weight": "none", "mask_low": 0, "mask_high": 100}},
+        {"correction": {"weight": "none", "mask_low": 0.01, "mask_high": 1e9}},
         {"correction": {"weight": "none"}},
         {"correction": {"mask": "none"}},
         {"correction": {"kind": "bypass"}},
