@@ -47,9 +47,11 @@ def learner_rate(records: Sequence[Record]) -> float | None:
 
 
 def waste_rate(records: Sequence[Record]) -> float | None:
-    """Tokens that the servers sampled for nothing, per second of wall-clock time over some steps."""
+    """Tokens that were sampled for nothing, by the servers' count and the buffer's, per second of wall-clock
+    time over some steps."""
     seconds = sum(map(seconds_of, records))
-    wasted = sum(float(r.get("servers/wasted_tokens", 0)) for r in records)
+    keys = ("servers/wasted_tokens", "buffer/wasted_tokens")
+    wasted = sum(float(r.get(key, 0)) for r in records for key in keys)
     return wasted / seconds if seconds > 0 and wasted > 0 else None
 
 

@@ -80,6 +80,9 @@ class Feed:
         self._denied_s = 0.0
         """For how long the buffer has said that it is not there yet. Its silence does not count, which ends
         nobody, nor does time in which this process was stopped."""
+        self._told: Future[dict[str, Any]] | None = None
+        self._wasted = self._wasted_before = 0
+        """Tokens by the buffer's count: as far as it has told, and at the last call of `wasted`."""
 
     def next(self, index: int, wanted: Callable[[], Command]) -> tuple[Command, Batch | None]:
         """Wait for the shard of batch `index` (TRAIN), or for something else to do.
@@ -97,6 +100,7 @@ class Feed:
         asked = self._ask(index) if parallel.rank() == 0 else None
         command = self._wait(asked, wanted, f"no batch {index}")
         if command is Command.TRAIN:
+            self._ask_wasted()
             return self._shard(index, asked, wanted)
         if asked is not None:
             asked.cancel()
@@ -120,9 +124,25 @@ class Feed:
                 raise ValueError(
                     f"{key}={value} here, and the buffer was started with {theirs}; start both with the same"
                 )
+        self._wasted = self._wasted_before = 0 if status is None else int(status["wasted_tokens"])
         known = -1 if status is None else int(status["frontier"])
         told = collectives.broadcast_numbers([known])[0]
         return None if told < 0 else told
+
+    def wasted(self) -> int:
+        """Tokens since the last call, or since `frontier`, of groups that the buffer has for no batch; on
+        global rank 0, and as far as it has told."""
+        if self._told is not None and self._told.done():
+            if not self._told.cancelled() and self._told.exception() is None:
+                self._wasted = int(self._told.result()["wasted_tokens"])
+            self._told = None
+        wasted, self._wasted_before = self._wasted - self._wasted_before, self._wasted
+        return wasted
+
+    def _ask_wasted(self) -> None:
+        """Nobody waits for the answer: it is for the row of the step that begins."""
+        if parallel.rank() == 0 and self._line is not None and self._told is None:
+            self._told = self._line.ask(lambda buffer: buffer.status())
 
     def committed(self, index: int) -> None:
         """Let the buffer forget the batches below `index`."""

@@ -23,15 +23,18 @@ class Reporter:
         journal: Journal | None,
         experiment: LearnerExperiment,
         counted: Callable[[], Mapping[str, float]],
+        wasted: Callable[[], int],
     ) -> None:
         """Args:
         journal: On global rank 0; None elsewhere.
         counted: What all rollout servers together counted so far; asked on global rank 0.
+        wasted: Tokens of groups that the buffer gave up since it was asked last; likewise.
         """
         self._journal = journal
         self._max_staleness = experiment.buffer.max_staleness
         self._samples_every = experiment.logging.samples_every
         self._counted, self._counted_before = counted, counted()
+        self._wasted = wasted
         # Of groups that were recorded ρ tells nothing: no weights of this run sampled them.
         self._alarms = None if experiment.rollout.recorded is not None else alarms_of(experiment)
         self.timed = Timings()
@@ -64,6 +67,7 @@ class Reporter:
             "tokens/s": about["all_tokens"] / seconds,
             **sync_row(published),
             **self._servers_row(),
+            "buffer/wasted_tokens": self._wasted(),
             **{f"own/{name}": float(value) for name, value in own.items()},
         }
         if self._journal is None:

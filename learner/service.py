@@ -224,7 +224,7 @@ def _assemble(
     stack.callback(publishing.close)
     journal = Journal(run_dir, experiment.logging.tensorboard, version) if is_first else None
     counted = sender.counted if sender is not None else dict[str, float]
-    reporter = Reporter(journal, experiment, counted)
+    reporter = Reporter(journal, experiment, counted, feed.wasted)
     stack.callback(reporter.close)
     return Flow(experiment, trainable, updater, feed, publishing, checkpoints, reporter, stop, version)
 

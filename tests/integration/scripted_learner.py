@@ -162,7 +162,7 @@ class ScriptedBuffer:
         await self._silence("status")
         bound = self._options.get("bound", BufferConfig().max_staleness)
         told = {"frontier": self._options.get("frontier", 0), "over": True, "max_staleness": bound}
-        return told | {"temperature": self._options.get("temperature", 1.0)}
+        return told | {"temperature": self._options.get("temperature", 1.0), "wasted_tokens": 0}
 
     def _note(self, what: str, number: int) -> None:
         with (self._out / "told.jsonl").open("a") as file:

@@ -123,6 +123,7 @@ def step_row(step: int) -> dict[str, Any]:
         "tokens": 1800,
         "servers/tokens": 9000,
         "servers/wasted_tokens": 450 if step == 18 else 0,
+        "buffer/wasted_tokens": 30 if step == 18 else 0,
         "sync/pause_seconds": 0.5 if step == 7 else 0.1,
     }
 

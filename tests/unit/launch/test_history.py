@@ -2,7 +2,7 @@ import json
 import os
 
 from launch.history import LIVE_LINES, History, Tail
-from launch.overview import clock, count, learner_waits, seconds_left, waiting_share
+from launch.overview import clock, count, learner_waits, seconds_left, waiting_share, waste_rate
 
 
 def line(step: int, time: float, **values: float) -> str:
@@ -120,3 +120,12 @@ def test_who_watches_a_long_run_keeps_no_more_than_he_looks_at(tmp_path):
     assert set(live.scores) == set(range(5))
     assert len(whole.completions) == 5
     assert not live.completions
+
+
+def test_what_was_sampled_for_nothing_is_the_servers_and_the_buffers():
+    rows = [
+        {"time/step": 2.0, "servers/wasted_tokens": 4, "buffer/wasted_tokens": 6},
+        {"time/step": 2.0, "servers/wasted_tokens": 2},  # as an older run wrote it
+    ]
+    assert waste_rate(rows) == 3
+    assert waste_rate([{"time/step": 2.0, "buffer/wasted_tokens": 0}]) is None

@@ -35,7 +35,7 @@ def test_a_finished_run_has_the_whole_report(make_run):
     assert told["evicted"] == 2
     assert told["requeued"] == 5
     assert told["requeued_causes"] == {"evicted": 2, "lost": 3}
-    assert told["wasted_tokens"] == 450 + 30
+    assert told["wasted_tokens"] == 450 + 30, "the buffer's once, though its part is in the steps' rows too"
     assert told["starvation"]["evicted_length_ratio"] == 1.8
     assert "hard prompts trained and generated rewards 0.34 apart (0: alike)" in summary.text()
     assert told["dropped"] == {"failed": 4}

@@ -128,7 +128,7 @@ def test_the_reporter_logs_them_as_warnings_but_of_groups_that_were_recorded(
     fields = {"name": "it", "run_dir": str(tmp_path), "model": {"path": "m"}}
     experiment = LearnerExperiment.model_validate({**fields, "rollout": {"recorded": recorded}})
     monkeypatch.setattr("learner.reporting.batch_row", lambda shard, limit: ABOUT)
-    reporter = Reporter(Journal(tmp_path, False, 0), experiment, dict)
+    reporter = Reporter(Journal(tmp_path, False, 0), experiment, dict, int)
     sums = {"tokens": 10.0, "rho_bounded": 12.0, "weight": 12.0, "weight_squares": 40.0}
     report = StepReport(lr=0.1, sums=sums)
     with caplog.at_level(logging.WARNING):

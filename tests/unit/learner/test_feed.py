@@ -11,6 +11,7 @@ from buffer.records import Batch, Group, Trajectory
 from learner import feed, line, parallel
 from learner.config import ParallelConfig
 from learner.feed import BufferLine, Command, Feed, NoBatch, decode_batch, encode_batch
+from learner.line import done_within
 
 
 def batch(index=0):
@@ -33,6 +34,7 @@ class Scripted:
         self.answers = list(answers)
         self.over_after = over_after
         self.told = []
+        self.wasted = 100
 
     async def __aenter__(self):
         return self
@@ -60,6 +62,7 @@ class Scripted:
             "loop_lag_s": 0.1,
             "max_staleness": 2,
             "temperature": 1.0,
+            "wasted_tokens": self.wasted,
         }
 
 
@@ -183,3 +186,29 @@ def test_the_frontier_is_the_buffers(world):
             Feed(line, 30).frontier(0, 1.0)
         with pytest.raises(ValueError, match=r"temperature=0\.7 here, and the buffer .* with 1\.0"):
             Feed(line, 30).frontier(2, 0.7)
+
+
+def test_what_the_buffer_gave_up_is_told_from_step_to_step_and_never_waited_for(world):
+    """Of a resumed run, without what was given up before."""
+    buffer = Scripted([batch(0), batch(1), batch(2)])
+    with BufferLine(lambda: buffer) as line:
+        of = Feed(line, 30)
+        of.frontier(2, 1.0)
+        counts = []
+        for wasted in (130, 130, 145):
+            buffer.wasted = wasted
+            of.next(0, waiting)
+            settled = line.ask(lambda _: asyncio.sleep(0.05))
+            assert done_within(settled, 5)
+            counts.append(of.wasted())
+        assert [*counts, of.wasted()] == [30, 0, 15, 0]
+    buffer = Scripted([batch(0), batch(1)])
+    buffer.status = never_told
+    with BufferLine(lambda: buffer) as line:
+        of = Feed(line, 30)
+        assert [of.next(0, waiting)[0], of.next(1, waiting)[0]] == [Command.TRAIN] * 2
+        assert of.wasted() == 0
+
+
+async def never_told():
+    await asyncio.sleep(3600)

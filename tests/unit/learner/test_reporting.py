@@ -21,10 +21,14 @@ def test_a_row_tells_what_the_servers_counted_since_the_row_before(tmp_path, mon
     )
     fields = {"name": "it", "run_dir": str(tmp_path), "model": {"path": "m"}}
     experiment = LearnerExperiment.model_validate(fields)
-    reporter = Reporter(Journal(tmp_path, False, 0), experiment, lambda: next(counted))
+    given_up = iter([7, 0])
+    reporter = Reporter(
+        Journal(tmp_path, False, 0), experiment, lambda: next(counted), lambda: next(given_up)
+    )
     for step in (1, 2):
         reporter.write(step, Batch(0, (), {}), StepReport(lr=0.1), None, {})
     reporter.close()
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [row["servers/wasted_tokens"] for row in rows] == [0, 48]
+    assert [row["buffer/wasted_tokens"] for row in rows] == [7, 0]
     assert [row["servers/waiting_s/leases"] for row in rows] == [1.25, 0]
