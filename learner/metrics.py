@@ -272,7 +272,19 @@ class Journal:
             for name, value in row.items():
                 if isinstance(value, int | float):
                     self._board.add_scalar(name, value, row["step"])
+            self._draw_ages(row.get("staleness/histogram", []), row["step"])
             self._board.flush()
+
+    def _draw_ages(self, counts: list[int], step: int) -> None:
+        """How many completions are 0, 1, … versions old."""
+        ages = [age for age, count in enumerate(counts) for _ in range(count)]
+        if ages:
+            sums = {"num": len(ages), "sum": sum(ages), "sum_squares": sum(age**2 for age in ages)}
+            edges = [age + 0.5 for age in range(len(counts))]
+            self._board.add_histogram_raw(
+                "staleness/histogram", min(ages), max(ages), **sums,
+                bucket_limits=edges, bucket_counts=counts, global_step=step,
+            )  # fmt: skip
 
     def write_samples(self, step: int, groups: Sequence[Group]) -> None:
         """Some completions of a batch that was trained into version `step`."""

@@ -4,6 +4,7 @@ import json
 
 import numpy as np
 import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from buffer.records import Group, Trajectory
 from learner.advantages import Moments
@@ -105,6 +106,20 @@ def row(step):
     keys = ("reward/mean", "loss", "grad_norm", "staleness/mean", "rho/mean", "ess")
     times = ("tokens", "time/step", "time/wait_batch", "samples/s")
     return {"step": step, **dict.fromkeys(keys + times, 1)}
+
+
+def test_tensorboard_shows_a_rows_numbers_and_its_ages(tmp_path):
+    journal = Journal(tmp_path, tensorboard=True, version=0)
+    journal.write({**row(1), "staleness/histogram": [3, 0, 2]})
+    journal.write({**row(2), "staleness/histogram": [0, 0, 0]})
+    journal.close()
+    board = EventAccumulator(str(tmp_path / "tensorboard"))
+    board.Reload()
+    assert [(event.step, event.value) for event in board.Scalars("loss")] == [(1, 1.0), (2, 1.0)]
+    (ages,) = board.Histograms("staleness/histogram")
+    assert (ages.step, ages.histogram_value.num, ages.histogram_value.max) == (1, 5, 2)
+    assert list(ages.histogram_value.bucket) == [3, 0, 2]
+    assert list(ages.histogram_value.bucket_limit) == [0.5, 1.5, 2.5]
 
 
 def test_a_resumed_journal_drops_what_will_be_made_again(tmp_path):
