@@ -79,6 +79,12 @@ def rank(candidates: Sequence[Candidate], rules: Rules, index: int, seed: int) -
     return sorted(candidates, key=orders[rules.policy])
 
 
+def spread(rewards: Sequence[float]) -> float:
+    """The mean |r − mean r|."""
+    mean = math.fsum(rewards) / len(rewards)
+    return math.fsum(abs(r - mean) for r in rewards) / len(rewards)
+
+
 def priority(group: Group, measure: str) -> float:
     """How much a batch wants a group: by `advantage` the mean |r − mean r| of its rewards, which is 0 where
     GRPO's advantages are all 0; or what a function of the user's makes of its rewards and metadata.
@@ -88,8 +94,7 @@ def priority(group: Group, measure: str) -> float:
     """
     rewards = [t.reward for t in group.trajectories]
     if measure == ADVANTAGE:
-        mean = math.fsum(rewards) / len(rewards)
-        return math.fsum(abs(r - mean) for r in rewards) / len(rewards)
+        return spread(rewards)
     try:
         value = float(resolve(measure)(rewards, [t.metadata for t in group.trajectories]))
     except Exception as error:  # a user's function may raise anything; it costs this group

@@ -11,10 +11,12 @@ from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from typing import Any, Protocol
 
-from buffer.policies import choose
+from buffer.policies import choose, spread
 from buffer.staleness import Candidate, Rules, Stock, admissible, oldest_trainable
 
 NEVER = math.inf
+COMPLETIONS = 8
+"""Of a group whose rewards are drawn."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +97,8 @@ class Work:
     work: float
     started: int = -1
     """Version that sampled its first token."""
+    priority: float = 0.0
+    """Once it is delivered, and where the policy asks for it."""
 
 
 class Pool(Protocol):
@@ -107,13 +111,19 @@ class Pool(Protocol):
     def evicted(self) -> int: ...
 
 
+def drawn_rewards(chance: random.Random) -> list[float]:
+    """Of a group whose prompt is as likely to be hard as easy: any number of right answers."""
+    right = chance.randint(0, COMPLETIONS)
+    return [1.0] * right + [0.0] * (COMPLETIONS - right)
+
+
 class RulePool:
     """The buffer's rules over lists: what the store does, without it."""
 
     def __init__(self, rules: Rules, capacity: int, work: Sequence[float], seed: int) -> None:
         self._rules = rules
         self._capacity = capacity
-        self._chance = random.Random(seed)
+        self._chance, self._luck = random.Random(seed), random.Random(seed)
         self._work = work
         self._seed = seed
         self._again: list[float] = []
@@ -146,6 +156,8 @@ class RulePool:
     def deliver(self, group: Work) -> None:
         del self._leased[group.lease]
         self._on_lease[group.version] -= 1
+        if self._rules.policy == "priority":
+            group.priority = spread(drawn_rewards(self._luck))
         self._stored[self._sequence] = (group, group.started, 0)
         self._unused[group.started] += 1
         self._sequence += 1
@@ -154,7 +166,9 @@ class RulePool:
         self._evict(index)
         if len(self._stored) < self._rules.groups_per_batch or self._awaits_last_turn(index):
             return None
-        stored = [Candidate(s, g.lease, oldest, uses) for s, (g, oldest, uses) in self._stored.items()]
+        stored = [
+            Candidate(s, g.lease, oldest, uses, g.priority) for s, (g, oldest, uses) in self._stored.items()
+        ]
         leased = [lease.version for lease in self._leased.values()]
         chosen = choose(stored, leased, index, self._rules, self._seed)
         if not chosen:

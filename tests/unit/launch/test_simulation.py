@@ -11,7 +11,7 @@ from buffer.prompts import PromptQueue
 from buffer.records import Group, Trajectory
 from buffer.staleness import Rules
 from buffer.store import Sources, Store
-from launch.simulation import Costs, RulePool, Setting, Simulation, Work, simulate
+from launch.simulation import Costs, RulePool, Setting, Simulation, Work, drawn_rewards, simulate
 
 chance = random.Random(3)
 SKEWED = tuple(chance.lognormvariate(2, 0.8) for _ in range(400))
@@ -189,12 +189,15 @@ def test_every_group_is_as_old_as_when_each_second_is_gone_through(seed):
 
 
 class StorePool:
-    """The real store, fed as the simulation says; durations come from the same seed as in `RulePool`."""
+    """The real store, fed as the simulation says; durations and rewards come from the same seed as in
+    `RulePool`."""
 
     def __init__(self, config: BufferConfig, work, seed: int = 1) -> None:
         queue = PromptQueue([{"prompt": str(i)} for i in range(100_000)], seed=1, epochs=1, shuffle=False)
         self.store = Store(None, "simulated", config, Sources(queue, [], None, seed), lambda: 0.0)
         self._chance, self._work, self._costs = random.Random(seed), work, {}
+        self._luck = random.Random(seed)
+        self._draws = config.policy == "priority"
         self._held, self._groups = {}, {}
         self._requests = self._turns = 0
 
@@ -221,10 +224,14 @@ class StorePool:
         name = f"g{group.lease}"
         self._groups[name] = group
         one = np.ones(1, np.int32)
-        made = Trajectory(
-            0, one, one.astype(np.uint8), -one.astype(np.float32), one * group.started, 1.0, {}, "stop"
+        rewards = drawn_rewards(self._luck) if self._draws else [1.0]
+        made = tuple(
+            Trajectory(
+                i, one, one.astype(np.uint8), -one.astype(np.float32), one * group.started, r, {}, "stop"
+            )
+            for i, r in enumerate(rewards)
         )
-        whole = Group(name, lease.lease_id, lease.prompt.prompt_id, "train", (made,))
+        whole = Group(name, lease.lease_id, lease.prompt.prompt_id, "train", made)
         assert self._do(lambda s: s.deliver(decode_delivery(*encode_group(whole))))
 
     def batch(self, index: int) -> list[Work] | None:
@@ -285,6 +292,20 @@ def test_no_setting_goes_beyond_the_bound(policy, staleness):
         assert made.staleness_max <= staleness
         assert 0 <= made.learner_idle <= 1
         assert 0 <= made.server_idle <= 1
+
+
+def test_a_batch_takes_the_groups_of_the_highest_priorities():
+    """Of those in flight none has its last turn."""
+    pool = RulePool(Rules(2, 4, "priority"), 100, [1.0], 1)
+    pool.published(0)
+    leases = pool.lease(6)
+    for lease in leases:
+        lease.started = 0
+        pool.deliver(lease)
+    ranked = sorted(leases, key=lambda lease: -lease.priority)
+    assert ranked != leases
+    assert len({lease.priority for lease in leases}) > 2
+    assert pool.batch(0) == ranked[:2]
 
 
 def test_a_batch_does_not_wait_for_a_last_turn_that_it_has_no_room_for():
