@@ -1,5 +1,8 @@
 """Combinations that would train nothing, or not what was asked for, are refused in one line."""
 
+import re
+from pathlib import Path
+
 import pytest
 import yaml
 
@@ -153,6 +156,23 @@ def test_what_is_not_set_follows_the_loss(tmp_path, loss, clip, aggregation, lev
     (tmp_path / "c.yaml").write_text(yaml.safe_dump({**BASE, "learner": {"algorithm": {"loss": loss}}}))
     of = load(tmp_path / "c.yaml", [], LearnerExperiment).learner.algorithm
     assert (of.clip, of.aggregation, of.weight_level) == (clip, aggregation, level)
+
+
+NAMED = (Path(__file__).parents[3] / "docs/algorithms.md").read_text().partition("## By a paper's name")[2]
+ROWS = re.findall(r"^\| ([^|`]+) \| `(\{.+?\})` \|", NAMED.partition("\n## ")[0], re.MULTILINE)
+
+
+@pytest.mark.parametrize(("method", "settings"), ROWS)
+def test_the_settings_of_a_papers_method_are_accepted(tmp_path, method, settings):
+    algorithm = yaml.safe_load(settings)
+    learner = {"updates_per_batch": 1 if algorithm.get("loss") == "reinforce" else 2, "algorithm": algorithm}
+    sections = {"learner": learner, "rollout": {"sampling": {"max_tokens": 20480}}}
+    (tmp_path / "c.yaml").write_text(yaml.safe_dump({**BASE, **sections}))
+    load(tmp_path / "c.yaml", [], LearnerExperiment)
+
+
+def test_the_table_of_methods_is_read():
+    assert len(ROWS) == 17
 
 
 def test_what_staleness_forbids(refusal):
