@@ -136,7 +136,9 @@ OBJECTIVES = [
     if loss not in BYPASSING or correction["kind"] == "bypass"
 ]
 OBJECTIVES += [
-    settings_of(loss, {"kind": "decoupled", **weighed}) for loss in ("ppo", "gspo") for weighed in WEIGHED
+    settings_of(loss, {"kind": "decoupled", **weighed})
+    for loss in ("ppo", "gspo", "cispo", "reinforce")
+    for weighed in WEIGHED
 ]
 logprob = st.floats(-12, 0, width=32)
 
