@@ -1,5 +1,7 @@
 """Groups in more than one batch."""
 
+from collections import Counter
+
 import pytest
 
 from buffer.errors import BatchForgotten
@@ -26,6 +28,44 @@ def test_a_group_trains_up_to_max_uses_batches_and_is_admitted_as_one(bench, gro
     status = b.store.status()
     assert (status["stored"], status["kept"], status["reused"]) == (0, 4, 4)
     assert b.store.stock().kept == 4
+
+
+@pytest.mark.parametrize("policy", ["fifo", "freshest", "priority", "uniform"])
+@pytest.mark.parametrize("fresh", [(2, 0, 0), (2, 1, 1), (2, 2, 2)])
+def test_under_every_policy_a_group_is_in_at_most_max_uses_batches_and_young_in_each(
+    bench, group, policy, fresh
+):
+    """As many fresh ones come to a version, and to the two behind it, of which each trains two."""
+    b = bench(rows=80, groups_per_batch=2, max_staleness=4, max_uses=3, policy=policy)
+    rewards, sampled, batches = ((0.0, 1.0), (0.0, 0.0), (0.0, 0.5)), {}, []
+    for version in range(12):
+        b.do(lambda s, version=version: s.published(version))
+        for number, lease in enumerate(b.lease(fresh[version % 3]) if fresh[version % 3] else []):
+            sampled[lease.prompt.prompt_id] = lease.version
+            b.deliver(group(lease, rewards=rewards[(version + number) % 3]))
+        assert b.batch(version) is not None
+        batches.append(b.prompts_of(version))
+    uses = Counter(prompt for batch in batches for prompt in batch)
+    assert max(uses.values()) <= 3
+    assert sum(uses.values()) == 24
+    if fresh == (2, 0, 0):
+        assert set(uses.values()) == {3}, "there is nothing else to train"
+    for index, batch in enumerate(batches):
+        assert len(set(batch)) == 2, "no group twice in one"
+        assert all(0 <= index - sampled[prompt] <= 4 for prompt in batch)
+    status = b.store.status()
+    assert (status["evicted"], status["reused"]) == (0, 24 - len(uses))
+
+
+def test_the_group_of_the_highest_priority_is_used_again_before_a_fresh_one(bench, group):
+    b = bench(rows=40, groups_per_batch=1, max_staleness=4, max_uses=3, policy="priority")
+    b.do(lambda s: s.published(0))
+    first, second = b.lease(2)
+    b.deliver(group(first, rewards=(0.0, 1.0)))
+    b.deliver(group(second, rewards=(0.0, 0.2)))
+    best, other = first.prompt.prompt_id, second.prompt.prompt_id
+    assert [b.batch(index) is not None for index in range(4)] == [True] * 4
+    assert [b.prompts_of(index) for index in range(4)] == [[best], [best], [best], [other]]
 
 
 def test_a_used_group_that_is_too_old_is_not_generated_again(bench, group):
