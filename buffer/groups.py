@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from buffer.errors import BadMessage
 from buffer.fields import choice, integer, mapping, number, pack, sequence, text, unpack
-from buffer.records import Group, Trajectory
+from buffer.records import MAX_REWARD, Group, Trajectory
 
 Frame = bytes | bytearray | memoryview
 
@@ -216,9 +216,13 @@ def _trajectory(number_: int, entry: Any, arrays: tuple[NDArray[Any], ...]) -> T
         loss_mask=loss_mask,
         behavior_logprobs=behavior_logprobs,
         versions=versions,
-        reward=number(fields, "reward", where=where),
-        reward_parts={name: number(parts, name, where=f"{where}reward_parts.") for name in parts},
+        reward=_reward(fields, "reward", where),
+        reward_parts={name: _reward(parts, name, f"{where}reward_parts.") for name in parts},
         finish_reason=text(fields, "finish_reason", where=where),
         turns=integer(fields, "turns", 1, where=where),
         metadata=mapping(fields, "metadata", where=where),
     )
+
+
+def _reward(fields: dict[str, Any], name: str, where: str) -> float:
+    return number(fields, name, -MAX_REWARD, MAX_REWARD, where=where)

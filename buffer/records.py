@@ -10,6 +10,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+MAX_REWARD = 1e30
+"""A reward, or a part of one, beyond this is a mistake, whose square would not fit the sums that it goes into."""
+
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
@@ -60,6 +63,7 @@ class Trajectory:
     versions: NDArray[np.int32]
     """Policy version whose weights sampled the token; 0 where not sampled."""
     reward: float
+    """Within MAX_REWARD of 0, as are its parts."""
     reward_parts: dict[str, float]
     finish_reason: str
     """`stop` or `length`."""

@@ -16,6 +16,7 @@ from typing import Any
 import msgpack
 
 from buffer.handles import LOOK_S, OUT
+from buffer.records import MAX_REWARD
 from rollout.config import FunctionReward
 from rollout.engine import CompletionFailed
 from rollout.process_tree import kill_tree
@@ -33,8 +34,6 @@ MOST_PRINTED_BYTES = 64 << 20
 MAX_PARTS = 64
 MAX_NAME_CHARS = 100
 """Of a part: it becomes the name of a metric."""
-MAX_REWARD = 1e30
-"""A reward beyond this is a mistake, whose square would not fit the sums that it goes into."""
 
 
 @dataclass(frozen=True, slots=True)

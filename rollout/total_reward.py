@@ -14,6 +14,7 @@ import numpy as np
 from buffer.client import FOR_EVER
 from buffer.errors import BadMessage, Refusal, Unreachable
 from buffer.keys import ClientKeys
+from buffer.records import MAX_REWARD
 from buffer.rendering import PromptRefused
 from rollout.config import FunctionReward, ModelReward, Reward
 from rollout.engine import Completion, CompletionFailed, gravest
@@ -123,7 +124,7 @@ class TotalReward:
         """Ask all rewards that are for the row at once; the first that fails ends the others.
 
         Raises:
-            CompletionFailed: One of them failed.
+            CompletionFailed: One of them failed, or the numbers are larger than a buffer takes.
         """
         asked = self._asked(answer.row)
         found = await self._all(source.values(answer) for _, source in asked.values())
@@ -131,6 +132,9 @@ class TotalReward:
         for (name, (weight, _)), (value, named) in zip(asked.items(), found, strict=True):
             reward += weight * value
             parts |= {name: value} | {f"{name}/{part}": number for part, number in named.items()}
+        if not all(abs(number) <= MAX_REWARD for number in (reward, *parts.values())):  # nan is none of them
+            told = f"{parts} make {reward:g}; expected numbers of at most {MAX_REWARD:g}"
+            raise CompletionFailed("reward_nonfinite", f"rollout.rewards: {told}")
         return Total(reward, parts)
 
     @staticmethod

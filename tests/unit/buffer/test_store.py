@@ -475,3 +475,15 @@ def test_another_run_or_other_data_is_refused(bench):
     b.sources.queue.rows[0]["prompt"] = "changed"
     with pytest.raises(ValueError, match="rows changed"):
         b.reopen()
+
+
+@pytest.mark.parametrize("rules", [{"eval_rows": 1}, {"policy": "priority", "max_staleness": 2}], ids=str)
+def test_the_largest_rewards_can_be_added_up(bench, group, rules):
+    """They go into sums of squares: what does not fit is no refusal, but the end of the store's thread."""
+    b = bench(rows=40, **rules)
+    b.do(lambda s: s.published(0))
+    first, second = b.lease(2)
+    assert b.deliver(group(first, rewards=(-1e30, 1e30, 1e30, 1e30)))
+    assert b.deliver(group(second, rewards=(1e30, -1e30)))
+    with pytest.raises(BadMessage, match="reward"):
+        b.deliver(group(second, rewards=(1e200, 0.0)))

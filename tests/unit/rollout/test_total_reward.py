@@ -54,6 +54,28 @@ def test_the_reward_is_the_weighted_sum_and_parts_are_before_their_weights():
     }  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    "weighted",
+    [
+        {"model": (1.0, Fixed(1e150))},
+        {"model": (1e-200, Fixed(1e150))},
+        {"right": (1e20, Fixed(1e20))},
+        {"right": (1.0, Fixed(1e30)), "style": (1.0, Fixed(1e30))},
+        {"right": (1.0, Fixed(0.0, {"part": -1e31}))},
+        {"right": (1e300, Fixed(1e30)), "style": (-1e300, Fixed(1e30))},
+    ],
+    ids=["value", "part", "weight", "sum", "named", "nan"],
+)
+def test_what_the_buffer_would_refuse_for_its_size_fails_the_completion(weighted):
+    with pytest.raises(CompletionFailed, match=r"reward_nonfinite.* at most 1e\+30"):
+        asyncio.run(TotalReward(weighted).score(ANSWER))
+
+
+def test_the_largest_reward_is_one_that_the_buffer_takes():
+    total = asyncio.run(TotalReward({"right": (1.0, Fixed(1e30))}).score(ANSWER))
+    assert (total.reward, total.parts) == (1e30, {"right": 1e30})
+
+
 def config(**settings):
     return FunctionReward(function="a:b", **settings)
 
