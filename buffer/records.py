@@ -11,7 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 MAX_REWARD = 1e30
-"""A reward, or a part of one, beyond this is a mistake, whose square would not fit the sums that it goes into."""
+"""A reward, or a part of one, beyond this is a mistake, whose square would not fit the sums that it goes
+into."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from buffer.errors import BadMessage, Refusal, WrongRun
+from buffer.fields import check_row
 from buffer.groups import decode_delivery, decode_group, encode_group
 from buffer.records import Group, Lease, Prompt, Trajectory
 from buffer.wire import (
@@ -144,6 +145,26 @@ def test_metadata_that_is_not_plain_is_refused_at_the_sender(group):
     bad = dataclasses.replace(good.trajectories[0], metadata={"object": object()})
     with pytest.raises(BadMessage, match="plain"):
         encode_group(dataclasses.replace(good, trajectories=(bad,)))
+
+
+@pytest.mark.parametrize("key", [b"\xff", 7], ids=str)
+@pytest.mark.parametrize(
+    "around",
+    [lambda odd: odd, lambda odd: {"a": odd}, lambda odd: {"a": [[{"b": odd}]]}],
+    ids=["top", "in", "far"],
+)
+def test_a_key_that_is_no_text_is_refused_wherever_it_stands(group, key, around):
+    """msgpack has such keys and JSON has not: neither eval.jsonl nor samples.jsonl could be written."""
+    good = group(LEASE)
+    bad = dataclasses.replace(good.trajectories[0], metadata=around({key: 1}))
+    with pytest.raises(BadMessage, match="key"):
+        decode_group(*encode_group(dataclasses.replace(good, trajectories=(bad,))))
+
+
+@pytest.mark.parametrize("key", [b"\xff", 7], ids=str)
+def test_a_row_with_a_key_that_is_no_text_is_not_sent(key):
+    with pytest.raises(BadMessage, match="row: expected text keys, got"):
+        check_row({"prompt": "p", "metadata": {"a": [{key: 1}]}})
 
 
 @pytest.mark.parametrize("cut", [0, 1, 17, -1])
