@@ -10,6 +10,7 @@ from buffer.experiment import (
     EvalConfig,
     Experiment,
     LoggingConfig,
+    ModelConfig,
     RunLength,
     Seconds,
     Section,
@@ -90,6 +91,8 @@ class SampledAt(Section):
 
 
 class BufferExperiment(Experiment):
+    model: ModelConfig | None = None
+    """Bounds what is taken of rollout servers; the buffer itself needs no model."""
     data: DataConfig
     buffer: BufferConfig = BufferConfig()
     rollout: SampledAt = SampledAt()

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from buffer.errors import BadMessage
-from buffer.fields import choice, integer, mapping, number, pack, sequence, text, unpack
+from buffer.fields import MAX_TEXT, choice, integer, mapping, number, pack, sequence, text, unpack
 from buffer.records import MAX_REWARD, Group, Trajectory
 
 Frame = bytes | bytearray | memoryview
@@ -26,6 +26,8 @@ Frame = bytes | bytearray | memoryview
 LOGPROB_SLACK = 1e-3
 """A logprob may exceed 0 by this much: engines round."""
 MAX_TRAJECTORIES = 4096
+MAX_PARTS = 1024
+"""Of a reward; each becomes a metric."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,8 +210,12 @@ def _trajectory(number_: int, entry: Any, arrays: tuple[NDArray[Any], ...]) -> T
     where = f"trajectories[{number_}]"
     fields = mapping({where: entry}, where)
     where += "."
-    parts = mapping(fields, "reward_parts", where=where)
     token_ids, loss_mask, behavior_logprobs, versions = arrays
+    if loss_mask[0]:
+        raise BadMessage(
+            f"{where}loss_mask: its first token is marked as sampled; nothing comes before it to predict it "
+            "from"
+        )
     return Trajectory(
         index=integer(fields, "index", where=where),
         token_ids=token_ids,
@@ -217,7 +223,7 @@ def _trajectory(number_: int, entry: Any, arrays: tuple[NDArray[Any], ...]) -> T
         behavior_logprobs=behavior_logprobs,
         versions=versions,
         reward=_reward(fields, "reward", where),
-        reward_parts={name: _reward(parts, name, f"{where}reward_parts.") for name in parts},
+        reward_parts=_reward_parts(fields, where),
         finish_reason=text(fields, "finish_reason", where=where),
         turns=integer(fields, "turns", 1, where=where),
         metadata=mapping(fields, "metadata", where=where),
@@ -226,3 +232,17 @@ def _trajectory(number_: int, entry: Any, arrays: tuple[NDArray[Any], ...]) -> T
 
 def _reward(fields: dict[str, Any], name: str, where: str) -> float:
     return number(fields, name, -MAX_REWARD, MAX_REWARD, where=where)
+
+
+def _reward_parts(fields: dict[str, Any], where: str) -> dict[str, float]:
+    parts = mapping(fields, "reward_parts", where=where)
+    where += "reward_parts"
+    if len(parts) > MAX_PARTS:
+        raise BadMessage(f"{where}: expected at most {MAX_PARTS}, got {len(parts)}")
+    for name in parts:
+        # Names become those of metrics, between ranks in fields of one width, filled up with zeros.
+        if not name.isprintable() or len(name) > MAX_TEXT:
+            raise BadMessage(
+                f"{where}: expected printable names of at most {MAX_TEXT} characters, got {name!r:.80}"
+            )
+    return {name: _reward(parts, name, f"{where}.") for name in parts}

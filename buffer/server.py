@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import zmq
 
 from buffer import assembly, groups, wire
+from buffer.bounds import Bounds
 from buffer.commits import Change, Commits, happens
 from buffer.config import BufferConfig
 from buffer.database import read_only
@@ -88,9 +89,15 @@ class BufferServer:
     """Serves `store` on `config.address` while `run` runs."""
 
     def __init__(
-        self, store: Store, path: Path, run_id: str, config: BufferConfig, keys: ServerKeys | None = None
+        self,
+        store: Store,
+        path: Path,
+        run_id: str,
+        config: BufferConfig,
+        keys: ServerKeys | None = None,
+        bounds: Bounds = Bounds(),  # noqa: B008 - it is frozen
     ) -> None:
-        """Binds. `path` is the store's file, read by a second connection.
+        """Binds. `path` is the store's file, read by a second connection; `bounds` are those of groups.
 
         Raises:
             AddressTaken: Somebody else listens there.
@@ -100,6 +107,7 @@ class BufferServer:
         self.peers = Peers()
         self._run_id = run_id
         self._config = config
+        self._bounds = bounds
         self._commits = Commits(store)
         self._over_since: float | None = None
         self._router = Router("buffer.address", config.address, config.max_message_mib << 20, keys)
@@ -233,12 +241,17 @@ class BufferServer:
         # Checked beside the store's thread, which has the disk to wait for.
         loop = asyncio.get_running_loop()
         meta, arrays = frames
-        delivery = await loop.run_in_executor(self._checker, groups.decode_delivery, meta, arrays)
+        delivery = await loop.run_in_executor(self._checker, self._checked, meta, arrays)
         stored = await self._commits.submit(lambda store: store.deliver(delivery))
         self.traffic.groups_in += stored
         self.traffic.trajectories_in += len(delivery.group.trajectories) if stored else 0
         self.traffic.bytes_in += sum(f.nbytes for f in frames)
         return {"stored": stored}
+
+    def _checked(self, meta: groups.Frame, arrays: groups.Frame) -> groups.Delivery:
+        delivery = groups.decode_delivery(meta, arrays)
+        self._bounds.check(delivery.group)
+        return delivery
 
     async def _batch(self, request: Request) -> Answer:
         fields = request.fields

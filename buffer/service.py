@@ -13,6 +13,7 @@ from typing import Any
 
 import uvloop
 
+from buffer.bounds import bounds_of
 from buffer.commits import happens
 from buffer.config import BufferExperiment
 from buffer.errors import DiskFailed, Fruitless, StoreDamaged
@@ -68,7 +69,14 @@ async def _serve(experiment: BufferExperiment, run_dir: Path, sources: Sources) 
     keys = server_keys(experiment.security.keys, "buffer")
     store = Store(run_dir, experiment.name, experiment.buffer, sources, time.monotonic)
     store.reopen(experiment.learner.steps)
-    server = BufferServer(store, run_dir / "buffer.sqlite", experiment.name, experiment.buffer, keys)
+    server = BufferServer(
+        store,
+        run_dir / "buffer.sqlite",
+        experiment.name,
+        experiment.buffer,
+        keys,
+        bounds_of(experiment.model),
+    )
     logger.info(
         "buffer of %s at %s, %d prompts; waiting for the learner and for rollout servers",
         experiment.name,

@@ -12,14 +12,17 @@ import logging
 import time
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any, Protocol, TypeVar
 
-from buffer.errors import DataExhausted, Refusal
+from buffer.bounds import Bounds
+from buffer.errors import BadMessage, DataExhausted, Refusal
 from buffer.fields import pack, unpack
 from buffer.groups import decode_group, encode_group
 from buffer.records import Batch, Group
 from learner import collectives, parallel
 from learner.line import Line, done_within
+from learner.parts import untrained
 
 logger = logging.getLogger(__name__)
 
@@ -70,13 +73,20 @@ BufferLine = Line[BatchSource]
 class Feed:
     """Hands every rank its shard, and every rank the same command. All but `finished` is collective."""
 
-    def __init__(self, line: BufferLine | None, timeout_s: float) -> None:
+    def __init__(
+        self,
+        line: BufferLine | None,
+        timeout_s: float,
+        bounds: Bounds = Bounds(),  # noqa: B008 - frozen
+    ) -> None:
         """Args:
         line: On source ranks (the first of each model copy); None elsewhere.
         timeout_s: No batch for this long is an error.
+        bounds: Of groups. The buffer keeps to them too, where it has the model's folder.
         """
         self._line = line
         self._timeout_s = timeout_s
+        self._bounds = bounds
         self._denied_s = 0.0
         """For how long the buffer has said that it is not there yet. Its silence does not count, which ends
         nobody, nor does time in which this process was stopped."""
@@ -256,10 +266,11 @@ class Feed:
             _raise_as_no_batch(future.exception(), f"no batch {index}")
             batch = future.result()
             if parallel.tp_size() * parallel.pp_size() == 1:
-                return Command.TRAIN, batch
+                return Command.TRAIN, trainable(batch, self._bounds)
             frames = encode_batch(batch)
         source, group = parallel.model_parallel_source(), parallel.model_parallel_group()
-        return Command.TRAIN, decode_batch(collectives.broadcast_frames(frames, source, group))
+        batch = decode_batch(collectives.broadcast_frames(frames, source, group))
+        return Command.TRAIN, trainable(batch, self._bounds)
 
 
 def _raise_as_no_batch(error: BaseException | None, what: str) -> None:
@@ -267,6 +278,21 @@ def _raise_as_no_batch(error: BaseException | None, what: str) -> None:
         raise NoBatch(f"{what}: the buffer refuses it: {error}") from error
     if error is not None:
         raise error
+
+
+def trainable(batch: Batch, bounds: Bounds) -> Batch:
+    """The batch, with no token to train in groups that would end this job. The buffer gives the same batch
+    after every restart, so that nothing else would ever get past one that it took."""
+    return replace(batch, groups=tuple(_within(group, bounds) for group in batch.groups))
+
+
+def _within(group: Group, bounds: Bounds) -> Group:
+    try:
+        bounds.check(group)
+    except BadMessage as fault:
+        logger.warning("nothing of group %r is trained: %s", group.group_id, fault)
+        return replace(group, trajectories=tuple(untrained(t) for t in group.trajectories))
+    return group
 
 
 def encode_batch(batch: Batch) -> list[bytes | memoryview]:

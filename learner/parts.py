@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from buffer.records import Batch, Group
+from buffer.records import Batch, Group, Trajectory
 from learner import collectives, parallel
 from learner.advantages import Moments, Rewards, advantages, clipped, length_penalty, moments
 from learner.config import LearnerExperiment
@@ -85,11 +85,13 @@ def shaped_rewards(groups: Sequence[Group], experiment: LearnerExperiment) -> li
 def without_cut(group: Group) -> Group:
     """With no token of a completion that was cut by its length to be trained."""
     cut = [t.finish_reason == "length" for t in group.trajectories]
-    kept = [
-        replace(t, loss_mask=np.zeros_like(t.loss_mask)) if is_cut else t
-        for t, is_cut in zip(group.trajectories, cut, strict=True)
-    ]
+    kept = [untrained(t) if is_cut else t for t, is_cut in zip(group.trajectories, cut, strict=True)]
     return replace(group, trajectories=tuple(kept))
+
+
+def untrained(trajectory: Trajectory) -> Trajectory:
+    """With no token to be trained: it is in no micro-batch."""
+    return replace(trajectory, loss_mask=np.zeros_like(trajectory.loss_mask))
 
 
 def _denominators(

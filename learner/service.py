@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from buffer.bounds import bounds_of
 from buffer.client import FOR_EVER, BufferClient
 from buffer.dotted import is_dotted, resolve
 from buffer.errors import FolderInUse
@@ -219,7 +220,7 @@ def _assemble(
     line = stack.enter_context(to_buffer) if is_source else None
     is_first = parallel.rank() == 0
     sender: WeightSender | None = stack.enter_context(open_sender(experiment)) if is_first else None
-    feed = Feed(line, learner.batch_timeout_s)
+    feed = Feed(line, learner.batch_timeout_s, bounds_of(experiment.model))
     publishing = Publishing(trainable.model.module, sender, line, experiment.sync.join_timeout_s)
     stack.callback(publishing.close)
     journal = Journal(run_dir, experiment.logging.tensorboard, version) if is_first else None

@@ -108,8 +108,9 @@ class RewardPool:
         if not isinstance(parts, dict) or len(parts) > MAX_PARTS:
             raise self._failed("invalid", f"expected at most {MAX_PARTS} named numbers")
         for name, number in parts.items():
-            if not isinstance(name, str) or len(name) > MAX_NAME_CHARS or not isinstance(number, float):
-                told = f"expected numbers with names of at most {MAX_NAME_CHARS} characters"
+            named = isinstance(name, str) and len(name) <= MAX_NAME_CHARS and name.isprintable()
+            if not named or not isinstance(number, float):
+                told = f"expected numbers with printable names of at most {MAX_NAME_CHARS} characters"
                 raise self._failed("invalid", told)
         reward = parts["reward"] if "reward" in parts else sum(parts.values())
         if not all(abs(number) <= MAX_REWARD for number in (reward, *parts.values())):  # nan is none of them

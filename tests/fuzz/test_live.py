@@ -57,10 +57,9 @@ def rubbish(rng: random.Random, good: list[dict], frames: list[bytes]) -> list[b
 
 
 def group_of(lease) -> Group:
-    ones = np.ones(4, np.uint8)
-    labels = np.full(4, lease.version, np.int32)
-    logprobs = np.full(4, -0.5, np.float32)
-    made = Trajectory(0, np.arange(4, dtype=np.int32), ones, logprobs, labels, 1.0, {}, "stop")
+    mask = np.array([0, 1, 1, 1], np.uint8)
+    labels, logprobs = mask * np.int32(lease.version), mask * np.float32(-0.5)
+    made = Trajectory(0, np.arange(4, dtype=np.int32), mask, logprobs, labels, 1.0, {}, "stop")
     return Group(f"g-{lease.lease_id}", lease.lease_id, lease.prompt.prompt_id, lease.kind, (made,))
 
 

@@ -59,12 +59,13 @@ def service(tmp_path):
 
 def made_group(lease: Lease, tokens: int = 8) -> Group:
     mask = np.ones(tokens, np.uint8)
+    mask[0] = 0
     trajectory = Trajectory(
         index=0,
         token_ids=np.arange(tokens, dtype=np.int32),
         loss_mask=mask,
         behavior_logprobs=-mask.astype(np.float32),
-        versions=np.full(tokens, lease.version, np.int32),
+        versions=mask * np.int32(lease.version),
         reward=1.0,
         reward_parts={},
         finish_reason="stop",
@@ -318,6 +319,25 @@ def test_bad_messages_are_answered_counted_and_end_nothing(service):
         finally:
             raw.close(linger=0)
             context.term()
+
+    asyncio.run(asyncio.wait_for(run(), 60))
+
+
+def test_a_group_that_the_model_cannot_take_is_refused(service, tmp_path):
+    """Once it is in a batch it is in that batch for good, and would end every learner."""
+    address, start, _ = service
+    (tmp_path / "config.json").write_text('{"vocab_size": 8}')
+    start(f"model.path={tmp_path}", "model.max_length=9")
+
+    async def run():
+        rollout, learner = both(address)
+        async with rollout, learner:
+            await learner.published(0)
+            (lease,) = await rollout.lease(1, 5.0)
+            for tokens, told in ((9, "token_ids: expected 0 to 7"), (10, "model.max_length is 9")):
+                with pytest.raises(BadMessage, match=told):
+                    await rollout.deliver(made_group(lease, tokens))
+            assert await rollout.deliver(made_group(lease))
 
     asyncio.run(asyncio.wait_for(run(), 60))
 

@@ -74,6 +74,7 @@ def test_token_ids_are_read_where_they_arrived():
     )
 )
 def test_any_interleaving_of_sampled_and_given_tokens_survives(labels):
+    labels = [[None, *each] for each in labels]  # nothing comes before a first token to sample it from
     if all(v is None for each in labels for v in each):
         return
     trajectories = tuple(
@@ -101,6 +102,7 @@ def test_any_interleaving_of_sampled_and_given_tokens_survives(labels):
         ("loss_mask", np.array([0, 0, 0, 2, 1, 1, 1], np.uint8)),
         ("loss_mask", np.zeros(7, np.uint8)),
         ("loss_mask", np.ones(6, np.uint8)),
+        ("loss_mask", np.array([1, 0, 0, 1, 1, 1, 1], np.uint8)),
         ("behavior_logprobs", np.array([0, 0, 0, np.nan, -1, -1, -1], np.float32)),
         ("behavior_logprobs", np.array([0, 0, 0, -np.inf, np.inf, -1, -1], np.float32)),
         ("behavior_logprobs", np.array([0, 0, 0, 0.5, -1, -1, -1], np.float32)),
@@ -114,6 +116,10 @@ def test_any_interleaving_of_sampled_and_given_tokens_survives(labels):
         ("reward", -1e31),
         ("reward_parts", {"a": float("nan")}),
         ("reward_parts", {"a": 1e308}),
+        ("reward_parts", {"a\0": 1.0}),
+        ("reward_parts", {"a\nb": 1.0}),
+        ("reward_parts", {"a" * 513: 1.0}),
+        ("reward_parts", dict.fromkeys(map(str, range(1025)), 1.0)),
         ("finish_reason", ""),
         ("turns", 0),
         ("index", -1),

@@ -2,16 +2,19 @@
 
 import asyncio
 import threading
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
+from buffer.bounds import Bounds
 from buffer.errors import DataExhausted
 from buffer.records import Batch, Group, Trajectory
 from learner import feed, line, parallel
 from learner.config import ParallelConfig
 from learner.feed import BufferLine, Command, Feed, NoBatch, decode_batch, encode_batch
 from learner.line import done_within
+from learner.packing import pack
 
 
 def batch(index=0):
@@ -92,6 +95,22 @@ def test_a_batch_that_takes_a_while_comes(world):
     assert command is Command.TRAIN
     assert shard is not None
     assert shard.groups[0].group_id == "g"
+
+
+def test_a_group_that_the_model_cannot_take_is_told_and_not_trained(world, caplog):
+    """A buffer without the model's folder takes it, and gives it again after every restart."""
+    whole = batch(0)
+    (good,) = whole.groups
+    beyond = replace(
+        good, trajectories=(replace(good.trajectories[0], token_ids=np.array([5, 64, 7], np.int32)),)
+    )
+    sent = replace(whole, groups=(good, replace(beyond, group_id="odd\n")))
+    with BufferLine(lambda: Scripted([sent])) as line:
+        _, shard = Feed(line, 30, Bounds(3, 64)).next(0, waiting)
+    assert shard is not None
+    assert [g.trajectories[0].loss_mask.tolist() for g in shard.groups] == [[0, 1, 1], [0, 0, 0]]
+    assert "nothing of group 'odd\\n' is trained: trajectories[0].token_ids: expected 0 to 63" in caplog.text
+    assert pack(shard.groups, [np.ones(1)] * 2, 64)[0].target_ids.tolist() == [6, 7]
 
 
 def test_a_joiner_and_a_signal_go_before_the_wait(world):

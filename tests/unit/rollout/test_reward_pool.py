@@ -167,6 +167,7 @@ def test_a_process_that_zombies_pile_up_in_is_replaced_and_no_completion_fails()
         {"kind": "ok", "parts": {"reward": 99.0}, "number": 2},
         {"kind": "ok", "parts": [1], "number": 1},
         {"kind": "ok", "parts": {"reward": "x"}, "number": 1},
+        {"kind": "ok", "parts": {"reward": 1.0, "a\0": 1.0}, "number": 1},
         {"kind": "ok", "number": 1},
         {"kind": ["ok"], "number": 1},
         {"kind": "odd", "number": 1},
