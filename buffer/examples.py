@@ -19,7 +19,11 @@ class BadRow(ValueError):
 
     def at(self, where: str) -> "BadRow":
         """The same, told with its place."""
-        return BadRow(self.reason, where)
+        return type(self)(self.reason, where)
+
+
+class FileChanged(BadRow):
+    """The row's file was written to since it was opened, and the row is not there any more."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable
 
 from buffer.database import Database
-from buffer.examples import BadRow
+from buffer.examples import BadRow, FileChanged
 from buffer.prompts import PromptQueue, Row
 from buffer.records import GivenUp, Lease, Prompt
 
@@ -62,6 +62,11 @@ class Ledger:
         """Groups in a row, up to the last one, whose completions were each rewarded alike."""
         self.equal_rewards = (0.0, 0.0)
         """The least and the greatest of their rewards."""
+        self.unreadable = 0
+        """Prompts in a row, up to the last one, whose rows could not be read."""
+        self.unreadable_last = ""
+        """Why the last of them could not."""
+        self._file_changed = False
         self._rows = {"train": queue.rows, "eval": eval_rows}
         self._database = database
         self._timeout_s = timeout_s
@@ -138,9 +143,15 @@ class Ledger:
 
     def _prompt(self, kind: str, prompt_id: str, row: int) -> Prompt | None:
         try:
-            return Prompt(prompt_id, self._rows[kind][row])
+            prompt = Prompt(prompt_id, self._rows[kind][row])
+            if kind == "train":
+                self.unreadable, self._file_changed = 0, False
+            return prompt
         except BadRow as error:
             logger.warning("prompt %s is dropped: %s", prompt_id, error)
+            self.unreadable += 1
+            self.unreadable_last = str(error)
+            self._file_changed |= isinstance(error, FileChanged)
             self.end_of_prompt(prompt_id)
             self.drop(prompt_id, "bad_row")
             return None
@@ -206,11 +217,19 @@ class Ledger:
                 "row end the buffer", self.equal, *self.equal_rewards, MOST_EQUAL,
             )  # fmt: skip
 
+    def gone(self) -> bool:
+        """Whether the rows are not there any more: none of a whole pass can be read (a pass may end with all
+        its bad rows and the next begin with them), or of a file that was changed none of many, or of the last
+        there are."""
+        if self._file_changed and (self.unreadable >= MOST_FRUITLESS or self.exhausted()):
+            return True
+        return self.unreadable >= (1 if self._file_changed else 2) * len(self.queue.rows)
+
     def hopeless(self) -> bool:
         """Whether nothing works: MOST_EQUAL groups in a row had nothing to compare, MOST_FRUITLESS prompts
-        failed in a row, or a whole pass over the rows was dropped by whatever rule (a few rows in a row may
-        well be too long)."""
-        if self.equal >= MOST_EQUAL:
+        failed in a row, a whole pass over the rows was dropped by whatever rule (a few rows in a row may
+        well be too long), or the rows are gone."""
+        if self.equal >= MOST_EQUAL or self.gone():
             return True
         return self._failing >= MOST_FRUITLESS or self.fruitless >= max(MOST_FRUITLESS, len(self.queue.rows))
 

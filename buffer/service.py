@@ -37,7 +37,8 @@ def run(experiment: BufferExperiment) -> None:
         ValueError: The user's mistakes, one line each: data, address, run folder.
         DiskFailed: The run folder cannot be written any more.
         StoreDamaged: The store cannot be read any more.
-        Fruitless: Every prompt is given up, or no group has rewards that differ under dynamic sampling.
+        Fruitless: Every prompt is given up, no row can be read any more, or no group has rewards that differ
+            under dynamic sampling.
     """
     run_dir = Path(experiment.run_dir)
     try:
@@ -106,6 +107,11 @@ async def _serve(experiment: BufferExperiment, run_dir: Path, sources: Sources) 
 
 def fruitless(status: dict[str, Any]) -> str:
     """Why a buffer that is hopeless ends, in one line."""
+    if status["gone"] is not None:
+        return (
+            f"the last {status['unreadable']} prompts could not be read ({status['gone']}): the data is not "
+            "what it was when the run began. Put it back and start the buffer again, or use another run_dir"
+        )
     if status["equal"] >= MOST_EQUAL:
         low, high = status["equal_rewards"]
         return (

@@ -111,7 +111,7 @@ class Store:
             return []
         # Evaluation goes first and outside admission: it is never trained, so it cannot be too old.
         drawn = [("eval", *prompt) for prompt in self.ledger.queued("eval", max_groups)]
-        if not self.finished():
+        if not self.finished() and not self.ledger.gone():
             room = min(max_groups - len(drawn), self.room())
             drawn += [("train", *prompt) for prompt in self.ledger.draw(room)]
         lent = [self.ledger.lend(name, request_id, published, *prompt) for prompt in drawn]
@@ -239,7 +239,8 @@ class Store:
             self.database.set_fact("frontier", index + 1)
             self._stock_changed = True
             return assembly.recorded(self.database, index)
-        if self.ledger.exhausted():
+        # Data of which nothing could come was not trained to its end: the buffer says so, and ends.
+        if self.ledger.exhausted() and not self.ledger.hopeless():
             for prompt_id in assembly.drop_stored(self.database):
                 self.ledger.drop(prompt_id, "remainder")
             raise DataExhausted(f"the {self.ledger.queue.epochs} epochs of prompts end before batch {index}")
@@ -350,6 +351,8 @@ class Store:
             "fruitless": self.ledger.fruitless,
             "equal": self.ledger.equal,
             "equal_rewards": self.ledger.equal_rewards,
+            "unreadable": self.ledger.unreadable,
+            "gone": self.ledger.unreadable_last if self.ledger.gone() else None,
             "hopeless": self.ledger.hopeless(),
             "starvation": starvation(self.database.connection),
             "evaluations": {str(v): results for v, results in self.evaluations.results().items()},

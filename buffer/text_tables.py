@@ -17,7 +17,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from buffer import cache
-from buffer.examples import BadRow
+from buffer.examples import BadRow, FileChanged
 
 CHUNK = 4 * 2**20
 LONGEST_ROW = 256 * 2**20
@@ -55,6 +55,7 @@ class TextTable:
             self.key = cache.key(path)
             self._file = os.open(path, os.O_RDONLY)
             weakref.finalize(self, os.close, self._file)
+            self._opened = self._written()
             self._spans = _spans(path, scan, self.key)
         except OSError as error:
             wanted = "one JSON object a line" if scan is lines else "a JSON array of objects"
@@ -64,6 +65,19 @@ class TextTable:
         return len(self._spans)
 
     def __getitem__(self, row: int) -> Any:
+        try:
+            return self._read(row)
+        except BadRow as error:
+            if self._written() == self._opened:
+                raise
+            raise FileChanged(f"the file was changed since it was opened: {error.reason}") from None
+
+    def _written(self) -> tuple[int, int]:
+        """Changes when somebody writes to the file; one that is put in its place is another."""
+        stat = os.fstat(self._file)
+        return stat.st_size, stat.st_mtime_ns
+
+    def _read(self, row: int) -> Any:
         start, end, _ = (int(n) for n in self._spans[row])
         if end - start > LONGEST_ROW:
             raise BadRow(f"of {(end - start) >> 20} MiB; expected at most {LONGEST_ROW >> 20}")

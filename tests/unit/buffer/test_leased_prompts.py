@@ -2,12 +2,15 @@
 every prompt apart."""
 
 import json
+import re
 from collections import Counter
 
 import pytest
 
+from buffer import service
 from buffer.config import BufferConfig
 from buffer.experiment import DataConfig
+from buffer.ledger import MOST_FRUITLESS
 from buffer.prompts import open_prompts
 from buffer.store import Sources, Store
 
@@ -59,6 +62,59 @@ def test_a_file_that_changes_under_a_run_costs_prompts_not_the_service(tmp_path)
         assert store.lease("server", "next", 1) == []
         assert store.status()["dropped"] == {"bad_row": 2}
         assert store.status()["leased"] == 0
+    store.close()
+
+
+def taken(store, count, at_once=4):
+    """How many requests for leases came back empty, and whether another would try again at once."""
+    empty = 0
+    for number in range(count):
+        store.take_changes()
+        with store.transaction():
+            empty += store.lease("server", f"another {number}", at_once) == []
+    return empty, store.take_changes()[0]
+
+
+@pytest.mark.parametrize(("epochs", "rows"), [(None, 20), (1, 20), (3, 20), (None, 300), (1, 300)])
+def test_a_file_that_is_written_anew_under_a_run_ends_it_and_says_so(tmp_path, epochs, rows):
+    store = opened(tmp_path, [{"prompt": f"p{i}"} for i in range(rows)], epochs=epochs, shuffle=True)
+    with store.transaction():
+        (held,) = store.lease("server", "request", 1)
+    source(tmp_path / "rows.jsonl", [{"question": f"of another length {i}"} for i in range(rows)])
+    empty, again = taken(store, 100)
+    assert (empty, again) == (100, False), "nothing is read and dropped for ever"
+    with store.transaction():
+        store.give_up(held.lease_id, "too_long", requeue=False)
+        assert store.batch(0) is None, "nor is it data that was used up"
+    status = store.status()
+    assert status["hopeless"]
+    assert status["unreadable"] == status["dropped"]["bad_row"] < MOST_FRUITLESS + 4
+    told = service.fruitless(status)
+    assert re.fullmatch(
+        r"the last \d+ prompts could not be read \(.*rows\.jsonl:\d+: the file was changed since it was "
+        r"opened: not JSON: .*\): the data is not what it was when the run began\. .*",
+        told,
+    )
+    store.close()
+
+
+def test_rows_that_cannot_be_read_among_others_end_nothing(tmp_path):
+    rows = [{"prompt": "a"}, *({"prompt": 3} for _ in range(70))]
+    store = opened(tmp_path, rows, epochs=None, shuffle=True, on_bad_row="skip")
+    empty, _ = taken(store, 100)
+    assert 0 < empty < 100
+    assert store.status()["gone"] is None
+    assert not store.status()["hopeless"]
+    store.close()
+
+
+def test_a_file_that_is_put_in_the_place_of_another_costs_nothing(tmp_path):
+    store = opened(tmp_path, [{"prompt": "a"}, {"prompt": "b"}])
+    source(tmp_path / "new.jsonl", [])
+    (tmp_path / "new.jsonl").replace(tmp_path / "rows.jsonl")
+    with store.transaction():
+        leases = store.lease("server", "request", 2)
+    assert [lease.prompt.row["prompt"] for lease in leases] == ["a", "b"]
     store.close()
 
 
