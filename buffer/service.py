@@ -22,7 +22,7 @@ from buffer.ledger import MOST_EQUAL
 from buffer.prompts import EVAL_SEED, load_rows, open_prompts
 from buffer.run_lock import RunLock
 from buffer.server import BufferServer
-from buffer.stacks import Stillness
+from buffer.stacks import ACHIEVED, Stillness
 from buffer.store import Sources, Store
 
 logger = logging.getLogger(__name__)
@@ -92,7 +92,7 @@ async def _serve(experiment: BufferExperiment, run_dir: Path, sources: Sources) 
             await happens(stop, REPORT_S)
             status = await server.status()
             report.write(status)
-            stillness.see(*(status[key] for key in ("published", "delivered", "frontier", "committed")))
+            stillness.see(*(status[key] for key in ACHIEVED))
             if server.may_end(status["over"]) or status["hopeless"]:
                 stop.set()
         serving.cancel()

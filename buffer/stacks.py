@@ -5,6 +5,9 @@ import os
 import signal
 from pathlib import Path
 
+ACHIEVED = ("published", "delivered", "frontier", "committed", "eval_left")
+"""Of the buffer's status: one of these changes with whatever is achieved in a run."""
+
 
 def answer_with_stacks() -> None:
     """From now on SIGUSR2 has the stack of every thread written to standard error, without stopping any.

@@ -8,7 +8,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 
-from buffer.stacks import handles
+from buffer.stacks import ACHIEVED, handles
 from launch.experiment import WholeExperiment, apart
 from launch.guard import children
 from launch.history import History, Record
@@ -64,7 +64,7 @@ def _progress(history: History) -> tuple[float, ...]:
     return (
         max(history.steps, default=0),
         len(history.scores),
-        *(float(buffer.get(key) or 0) for key in ("published", "delivered", "frontier", "committed")),
+        *(float(buffer.get(key) or 0) for key in ACHIEVED),
         *(float(lines[-1].get("tokens", 0)) for lines in history.servers.values() if lines),
     )
 
