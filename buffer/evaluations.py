@@ -155,7 +155,14 @@ class Evaluations:
         if self._path is None:
             return
         with self._path.open("ab") as file:
-            file.truncate(self._database.fact("eval_bytes", 0))
+            written, there = self._database.fact("eval_bytes", 0), file.tell()
+            if there < written:
+                logger.warning(
+                    "%s: %d bytes of the %d that were written to it are there: what somebody else removed "
+                    "stays lost", self._path, there, written,
+                )  # fmt: skip
+                text = "\n" * bool(there) + text  # it may have been cut within a line
+            file.truncate(min(there, written))
             file.write(text.encode())
             file.flush()
             os.fsync(file.fileno())

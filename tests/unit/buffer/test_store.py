@@ -5,6 +5,7 @@ import pytest
 
 from buffer.errors import BadMessage, BatchForgotten, DataExhausted, RunFinished
 from buffer.groups import decode_delivery, encode_group
+from buffer.stacks import ACHIEVED
 
 
 def sampled_tokens(group) -> int:
@@ -405,6 +406,32 @@ def test_eval_lines_survive_a_crash_between_file_and_store_once(bench, group):
     assert (b.folder / "eval.jsonl").read_text() == whole
 
 
+@pytest.mark.parametrize("left", [0, 7, None])
+def test_a_file_of_evaluations_that_was_cut_by_others_goes_on_with_whole_lines(bench, group, caplog, left):
+    b = bench(rows=40, eval_rows=1, eval_every=1)
+    path = b.folder / "eval.jsonl"
+
+    def evaluate(version):
+        b.do(lambda s: s.published(version))
+        (lease,) = b.lease(1)
+        assert b.deliver(group(lease))
+
+    evaluate(0)
+    before = path.read_bytes()
+    assert caplog.text == ""
+    path.write_bytes(before[:left]) if left is not None else path.unlink()
+    evaluate(1)
+    kept, *added = path.read_text().splitlines() if left else ("", *path.read_text().splitlines())
+    assert kept.encode() == before[: left or 0]
+    assert [json.loads(line)["version"] for line in added] == [1, 1, 1]
+    assert f"eval.jsonl: {left or 0} bytes of the {len(before)} that were written to it" in caplog.text
+    cut = path.read_bytes()
+    caplog.clear()
+    evaluate(2)
+    assert path.read_bytes().startswith(cut)
+    assert caplog.text == ""
+
+
 def test_evaluation_is_due_by_version_also_when_one_is_skipped(bench, group):
     b = bench(rows=40, eval_rows=1, eval_every=10)
     opened = []
@@ -487,3 +514,26 @@ def test_the_largest_rewards_can_be_added_up(bench, group, rules):
     assert b.deliver(group(second, rewards=(1e30, -1e30)))
     with pytest.raises(BadMessage, match="reward"):
         b.deliver(group(second, rewards=(1e200, 0.0)))
+
+
+def test_whatever_comes_of_a_run_changes_a_number_that_tells_it_from_a_standstill(bench, group):
+    b = bench(rows=40, eval_rows=2)
+    seen = [None]
+
+    def achieved():
+        status = b.store.status()
+        seen.append([status[key] for key in ACHIEVED])
+        return seen[-1] != seen[-2]
+
+    assert achieved()
+    b.do(lambda s: s.published(0))
+    assert achieved()
+    leases = b.lease(4)
+    for lease in leases:
+        assert not achieved(), "what is lent may come to nothing"
+        b.deliver(group(lease))
+        assert achieved(), lease.kind
+    assert b.batch(0)
+    assert achieved()
+    b.do(lambda s: s.committed(1))
+    assert achieved()
