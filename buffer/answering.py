@@ -7,6 +7,7 @@ from typing import Generic, TypeVar
 
 from buffer.envelope import Envelope
 from buffer.errors import BadMessage, Refusal
+from buffer.fields import one_line
 from buffer.groups import Frame
 from buffer.router import Router
 
@@ -64,7 +65,7 @@ class Answering(Generic[T]):
             reply = await self._answer(frames)
         except Refusal as refusal:
             self.bad_messages += isinstance(refusal, BadMessage)
-            self._logger.warning("%s: %s", refusal.kind.replace("_", " "), refusal)
+            self._logger.warning("%s: %s", refusal.kind.replace("_", " "), one_line(refusal))
             request_id = self._envelope.request_id(frames[0] if frames else b"")
             reply = [self._envelope.refusal(request_id, refusal)]
         await self._router.socket.send_multipart([identity, *reply])

@@ -38,6 +38,20 @@ def text(fields: dict[str, Any], name: str, longest: int = MAX_TEXT, *, where: s
     return value
 
 
+def label(fields: dict[str, Any], name: str) -> str:
+    """A text that will stand in logs and on screens: neither another line nor a terminal's commands are in
+    it."""
+    value = text(fields, name)
+    if not value.isprintable():
+        raise BadMessage(f"{name}: expected printable characters, got {_short(value)}")
+    return value
+
+
+def one_line(told: object) -> str:
+    """A text from elsewhere as one line that is fit to be logged."""
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in str(told))
+
+
 def integer(fields: dict[str, Any], name: str, low: int = 0, high: int = MAX_INT, *, where: str = "") -> int:
     value = _field(fields, name, where)
     if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:

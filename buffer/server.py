@@ -21,6 +21,7 @@ from buffer.commits import Change, Commits, happens
 from buffer.config import BufferConfig
 from buffer.database import read_only
 from buffer.errors import BadMessage, Refusal, RunFinished
+from buffer.fields import one_line
 from buffer.keys import ServerKeys
 from buffer.router import Router
 from buffer.store import Store
@@ -175,7 +176,7 @@ class BufferServer:
         except Refusal as refusal:
             if isinstance(refusal, BadMessage):
                 self.traffic.bad_messages += 1
-                logger.warning("bad message: %s", refusal)
+                logger.warning("bad message: %s", one_line(refusal))
             reply, out = wire.ENVELOPE.refusal(wire.ENVELOPE.request_id(header), refusal), []
         self.traffic.bytes_out += sum(map(len, out))
         await self._router.socket.send_multipart([identity.bytes, reply, *out], copy=not out)

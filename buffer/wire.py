@@ -13,7 +13,7 @@ from typing import Any, cast
 
 from buffer.envelope import Envelope
 from buffer.errors import KINDS, BadMessage, WrongRun
-from buffer.fields import choice, flag, integer, mapping, number, pack, sequence, text, texts
+from buffer.fields import choice, flag, integer, label, mapping, number, pack, sequence, text, texts
 from buffer.groups import Frame
 from buffer.records import GivenUp, Lease, Prompt
 
@@ -78,7 +78,7 @@ def decode_request(frame: Frame, run_id: str, key: str | None = None) -> Request
         )
     role = choice(header, "role", ROLES if key is None else ROLES_OF_KEY.get(key, ()))
     verb = choice(header, "verb", VERBS[role])
-    return Request(request_id, role, text(header, "name"), theirs, verb, _fields(verb, header))
+    return Request(request_id, role, label(header, "name"), theirs, verb, _fields(verb, header))
 
 
 def _fields(verb: str, header: dict[str, Any]) -> dict[str, Any]:
@@ -93,7 +93,7 @@ def _fields(verb: str, header: dict[str, Any]) -> dict[str, Any]:
         case "give_up":
             return {
                 "lease_id": text(header, "lease_id"),
-                "reason": text(header, "reason"),
+                "reason": label(header, "reason"),
                 "requeue": flag(header, "requeue"),
             }
         case "batch":

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from buffer.fields import one_line
 from sync.sink import WeightSink
 
 
@@ -26,8 +27,7 @@ class CompletionFailed(RuntimeError):
     """
 
     def __init__(self, kind: str, detail: str = "") -> None:
-        detail = "".join(c if c.isprintable() else repr(c)[1:-1] for c in detail)
-        super().__init__(f"{kind}: {detail}" if detail else kind)
+        super().__init__(f"{kind}: {one_line(detail)}" if detail else kind)
         self.kind = kind
 
 

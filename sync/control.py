@@ -36,6 +36,7 @@ from sync.wire import (
     decode,
     encode,
     member_beat_s,
+    one_line,
 )  # fmt: skip
 
 logger = logging.getLogger(__name__)
@@ -222,7 +223,7 @@ class Control:
             try:
                 message = decode(frames[-1] if frames else b"")
             except WireError as error:
-                logger.warning("sync: refused a message: %s", error)
+                logger.warning("sync: refused a message: %s", one_line(error))
                 self._outbox.put((identity, Refuse(str(error))))
                 continue
             with self.changed:

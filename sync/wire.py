@@ -290,9 +290,23 @@ def _check(name: str, value: object) -> Any:
         raise WireError(f"{name}: {value!r}: expected seconds")
     if name in _TEXTS:
         if isinstance(value, str) and len(value) <= _TEXTS[name]:
-            return value
+            return _printable(name, value)
         raise WireError(f"{name}: expected text of at most {_TEXTS[name]} characters")
     return _check_special(name, value)
+
+
+def _printable(name: str, value: str) -> str:
+    """Texts stand in logs: of a reason, which may have several lines, one is made; others are refused."""
+    if name == "reason":
+        return one_line(value)
+    if not value.isprintable():
+        raise WireError(f"{name}: {value!r:.80}: expected printable characters")
+    return value
+
+
+def one_line(told: object) -> str:
+    """A text from elsewhere as one line that is fit to be logged."""
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in str(told))
 
 
 _CHOICES: dict[str, tuple[str, ...]] = {"backend": ("gloo", "nccl"), "cause": CAUSES}

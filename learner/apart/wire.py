@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from buffer.envelope import Envelope
 from buffer.errors import BadMessage, Refusal, WrongRun
-from buffer.fields import choice, integer, mapping, pack, text, unpack
+from buffer.fields import choice, integer, label, mapping, pack, text, unpack
 from buffer.groups import Frame
 from learner.apart.work import FLOAT, MAX_HEADER_BYTES, Limits, Work, decode_work, encode_work, frames_of
 
@@ -175,7 +175,7 @@ def decode_request(frames: Sequence[Frame], served: Served) -> Request:
             f"weights: this {kind.name} has {served.weights}, the learner's run started from {weights}; give "
             f"both the same {kind.same}"
         )
-    return Request(request_id, theirs, weights, text(header, "name"), _task(header, frames[1:], served))
+    return Request(request_id, theirs, weights, label(header, "name"), _task(header, frames[1:], served))
 
 
 def _task(header: dict[str, Any], frames: Sequence[Frame], served: Served) -> Task:

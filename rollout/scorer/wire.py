@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from buffer.envelope import Envelope
 from buffer.errors import BadMessage, Refusal, WrongRun
-from buffer.fields import choice, flag, integer, number, pack, text
+from buffer.fields import choice, flag, integer, label, number, pack, text
 from buffer.groups import Frame
 
 SCHEMA = 1
@@ -110,7 +110,7 @@ def decode_request(frames: Sequence[Frame], run_id: str, reward: str) -> Request
     asked = text(header, "reward")
     if asked != reward:
         raise WrongRun(f"reward: this scorer serves {reward!r}, the client wants {asked!r}")
-    return Request(request_id, theirs, asked, text(header, "name"), _work(header, frames[1:]))
+    return Request(request_id, theirs, asked, label(header, "name"), _work(header, frames[1:]))
 
 
 def _work(header: dict[str, Any], frames: Sequence[Frame]) -> Ids | Words | None:

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from buffer.errors import BadMessage, Refusal, WrongRun
-from buffer.fields import check_row
+from buffer.fields import check_row, one_line
 from buffer.groups import decode_delivery, decode_group, encode_group
 from buffer.records import Group, Lease, Prompt, Trajectory
 from buffer.wire import (
@@ -254,6 +254,17 @@ def test_a_refusal_is_raised_again_as_itself():
     _, reply = ENVELOPE.open_reply(ENVELOPE.refusal("id", WrongRun("run_id: no")))
     with pytest.raises(WrongRun, match="run_id: no"):
         ENVELOPE.raise_if_refused(reply)
+
+
+@pytest.mark.parametrize("odd", ["a\nb", "\x1b[2J", "a\u2028b", "a\0"])
+def test_what_will_stand_in_logs_is_one_line_of_what_can_be_printed(odd):
+    asked = Request("id", "rollout", "n", "run", "give_up", {"lease_id": "l", "reason": "r", "requeue": True})
+    header = msgpack.unpackb(encode_request(asked))
+    for field in ("name", "reason"):
+        with pytest.raises(BadMessage, match=f"{field}: expected printable") as refused:
+            decode_request(msgpack.packb({**header, field: odd}), "run")
+        assert str(refused.value).isprintable()
+    assert one_line(f"{odd}, höher") == f"{odd!r}"[1:-1] + ", höher"
 
 
 def test_schema_run_role_and_verb_are_checked():

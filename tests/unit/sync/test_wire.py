@@ -48,6 +48,8 @@ def test_bytes_of_schema_6_still_decode():
         ({k: v for k, v in JOIN.items() if k != "place"}, "JOIN: expected the fields"),
         (JOIN | {"run_id": 5}, "run_id"),
         (JOIN | {"name": "n" * 300}, "name"),
+        (JOIN | {"name": "n\n"}, r"name: 'n\\n': expected printable"),
+        (JOIN | {"place": "\x1b[2J"}, "place"),
         (JOIN | {"world_size": 0}, "world_size"),
         ({"kind": "READY", "attempt": True, "entries": {}}, "attempt"),
         ({"kind": "FAILED", "attempt": 1, "cause": "mood", "reason": ""}, "cause"),
@@ -71,6 +73,11 @@ def test_bytes_of_schema_6_still_decode():
 def test_bad_messages_name_the_field(values, field):
     with pytest.raises(wire.WireError, match=field):
         wire.decode(msgpack.packb(values))
+
+
+def test_a_reason_is_one_line_whatever_the_engine_said():
+    told = wire.decode(wire.encode(wire.Failed(1, "load", "CUDA error\n\x1b[2Jat the gate")))
+    assert told == wire.Failed(1, "load", "CUDA error\\n\\x1b[2Jat the gate")
 
 
 def test_bytes_that_are_not_msgpack_are_refused():
