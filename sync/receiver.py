@@ -132,7 +132,7 @@ class Receiver:
                 before = self.last_update
                 try:
                     await self._stay_once(context)
-                except _Rejoin as why:
+                except (_Rejoin, TransferFailed) as why:  # the latter of an engine that hangs
                     self._tell_once(f"{why}; joining again")
                 except zmq.ZMQError as error:
                     if error.errno not in (errno.EMFILE, errno.ENFILE):

@@ -1,15 +1,20 @@
 """How the sink drives an engine of several ranks, without an engine: in which order, and what stops it."""
 
 import asyncio
+import socket
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
+from sync import receiver, vllm_sink
+from sync.config import SyncConfig
+from sync.control import Control
 from sync.errors import LoadFailed, TransferFailed
 from sync.manifest import BLOCK_BYTES, Manifest, TensorSpec
 from sync.sink import StagePlan
 from sync.vllm_sink import VllmSink
+from sync.wire import Abort
 
 MANIFEST = Manifest.layout([TensorSpec("a", "float32", (3,))], BLOCK_BYTES)
 
@@ -36,6 +41,12 @@ class Engine:
         self.told = list(told)
         self.asked: list[object] = []
         self.breaks = False
+        self.lives = asyncio.Event()
+        self.lives.set()
+
+    async def shutdown_weight_transfer_engine(self):
+        self.asked.append("drop")
+        await self.lives.wait()
 
     async def collective_rpc(self, name, args=()):
         if name == "staging_bring":
@@ -153,3 +164,72 @@ def test_an_engine_of_two_versions_stays_paused_until_a_load_succeeds():
     engine.breaks = False
     load(driven)
     assert engine.asked[-3:] == [("finish", "7"), "requests name it", "resume"]
+
+
+def test_an_engine_of_several_replicas_is_refused():
+    """A version comes to the ranks of one."""
+    engine = Engine()
+    engine.vllm_config = SimpleNamespace(parallel_config=SimpleNamespace(data_parallel_size=2, world_size=2))
+    with pytest.raises(ValueError, match="data_parallel_size is not 1"):
+        sink(engine)
+
+
+@pytest.fixture
+def control():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+    publisher = Control(address, "run", 5.0)
+    publisher.start()
+    yield address, publisher
+    publisher.close()
+
+
+@pytest.mark.parametrize("when", ["before it joins", "as a member"])
+def test_a_server_whose_engine_hangs_joins_once_the_engine_goes_on(control, monkeypatch, caplog, when):
+    monkeypatch.setattr(vllm_sink, "CALL_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(receiver, "RETRY_S", 0.1)
+    address, publisher = control
+    engine = Engine()
+
+    async def joined():
+        while not publisher.members.names():
+            assert not member.done(), member.exception()
+            await asyncio.sleep(0.02)
+
+    async def dropped(times):
+        asked = len(engine.asked)
+        while len(engine.asked) < asked + times:
+            assert not member.done(), member.exception()
+            await asyncio.sleep(0.02)
+
+    async def go():
+        if when == "before it joins":
+            engine.lives.clear()
+            await dropped(3)
+            assert publisher.members.names() == []
+        else:
+            await joined()
+            engine.lives.clear()
+            with publisher.changed:
+                members = publisher.members.all()
+                publisher.send(members, Abort(1, "it was silent"))
+            await dropped(3)
+            with publisher.changed:
+                publisher.evict(publisher.members.all(), "it was silent")
+        engine.lives.set()
+        await joined()
+
+    async def run():
+        nonlocal member
+        config = SyncConfig(address=address)
+        member = asyncio.create_task(receiver.Receiver(config, "run", "server-0", sink(engine)).run())
+        try:
+            await asyncio.wait_for(go(), 30)
+        finally:
+            member.cancel()
+            await asyncio.wait([member])
+
+    member: Any = None
+    asyncio.run(run())
+    assert "the engine did not answer within 0.2 s; joining again" in caplog.text
