@@ -206,7 +206,7 @@ class LearnerConfig(TrainingConfig):
     """Sleep for so long in the place of training on a batch, and record it under RUN_DIR/recorded: measures
     the servers alone (docs/tuning.md). null trains."""
     batch_timeout_s: Seconds = 3600.0
-    """No batch for this long ends the run with a diagnosis."""
+    """No batch for this long, while no group is delivered nor evaluated, ends the run with a diagnosis."""
     algorithm: AlgorithmConfig = AlgorithmConfig()
     value: ValueConfig | None = None
     """Of advantage gae, and of it alone."""

@@ -20,6 +20,7 @@ from buffer.errors import BadMessage, DataExhausted, Refusal
 from buffer.fields import pack, unpack
 from buffer.groups import decode_group, encode_group
 from buffer.records import Batch, Group
+from buffer.stacks import ACHIEVED
 from learner import collectives, parallel
 from learner.line import Line, done_within
 from learner.parts import untrained
@@ -81,15 +82,16 @@ class Feed:
     ) -> None:
         """Args:
         line: On source ranks (the first of each model copy); None elsewhere.
-        timeout_s: No batch for this long is an error.
+        timeout_s: No batch for this long, in which nothing is achieved either, is an error.
         bounds: Of groups. The buffer keeps to them too, where it has the model's folder.
         """
         self._line = line
         self._timeout_s = timeout_s
         self._bounds = bounds
         self._denied_s = 0.0
-        """For how long the buffer has said that it is not there yet. Its silence does not count, which ends
-        nobody, nor does time in which this process was stopped."""
+        """For how long the buffer has said that it is not there yet, while nothing was achieved. Its silence
+        does not count, which ends nobody, nor does time in which this process was stopped."""
+        self._achieved: tuple[object, ...] = ()
         self._told: Future[dict[str, Any]] | None = None
         self._wasted = self._wasted_before = 0
         """Tokens by the buffer's count: as far as it has told, and at the last call of `wasted`."""
@@ -174,9 +176,9 @@ class Feed:
 
         async def question(buffer: BatchSource) -> None:
             await buffer.finished(version)
-            while not (await buffer.status())["over"]:
+            while not (status := await buffer.status())["over"]:
+                self._denied(status, OVER_POLL_S)
                 await asyncio.sleep(OVER_POLL_S)
-                self._denied_s += OVER_POLL_S
 
         return self._line.ask(question)
 
@@ -231,9 +233,16 @@ class Feed:
                 batch = await buffer.batch(index, parallel.dp_rank(), parallel.dp_size(), REQUEST_S)
                 if batch is not None:
                     return batch
-                self._denied_s += min(time.monotonic() - asked_at, REQUEST_S)
+                denied_s = min(time.monotonic() - asked_at, REQUEST_S)
+                self._denied(await buffer.status(), denied_s)
 
         return self._line.ask(question)
+
+    def _denied(self, status: dict[str, Any], seconds: float) -> None:
+        """A batch of long completions, or an evaluation, may well take longer than servers that are gone."""
+        achieved = tuple(status.get(key) for key in ACHIEVED)
+        self._denied_s = self._denied_s + seconds if achieved == self._achieved else 0.0
+        self._achieved = achieved
 
     def _shard(
         self, index: int, asked: "Future[Batch] | None", wanted: Callable[[], Command]

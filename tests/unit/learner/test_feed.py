@@ -154,6 +154,36 @@ def test_time_in_which_the_buffer_is_silent_is_not_time_in_which_it_has_no_batch
     assert command is Command.TRAIN
 
 
+class Busy(Scripted):
+    """Has no batch for a second, in which one of its numbers moves until it has come to `last`."""
+
+    def __init__(self, moves, last=10**9):
+        super().__init__()
+        self.moves, self.last = moves, last
+        self.asked = self.over_after = 100
+        self.made = 0
+
+    async def batch(self, index, dp_rank, dp_size, timeout_s):
+        self.asked -= 1
+        return await super().batch(index, dp_rank, dp_size, timeout_s) if self.asked else batch(0)
+
+    async def status(self):
+        self.made = min(self.last, self.made + 1)
+        return {**await super().status(), "delivered": 7, "eval_left": 3, self.moves: self.made}
+
+
+@pytest.mark.parametrize("moves", ["delivered", "eval_left"])
+def test_time_in_which_servers_achieve_something_is_not_time_without_a_batch(world, monkeypatch, moves):
+    with BufferLine(lambda: Busy(moves)) as line:
+        assert Feed(line, 0.2).next(0, waiting)[0] is Command.TRAIN
+    with BufferLine(lambda: Busy(moves, last=20)) as line, pytest.raises(NoBatch, match="no batch 0 for"):
+        Feed(line, 0.2).next(0, waiting)
+    monkeypatch.setattr(feed, "OVER_POLL_S", 0.01)
+    with BufferLine(lambda: Busy(moves)) as line:
+        last = Feed(line, 0.2)
+        assert last.over(last.finished(9), waiting) is Command.TRAIN
+
+
 def test_a_long_wait_says_now_and_then_for_whom(world, caplog, monkeypatch):
     caplog.set_level("INFO")
     monkeypatch.setattr(feed, "FIRST_WORD_S", 0.3)
