@@ -223,12 +223,11 @@ class StorePool:
         lease = self._held.pop(group.lease)
         name = f"g{group.lease}"
         self._groups[name] = group
-        one = np.ones(1, np.int32)
+        sampled = np.array([0, 1], np.int32)
+        mask, logprobs = sampled.astype(np.uint8), -sampled.astype(np.float32)
         rewards = drawn_rewards(self._luck) if self._draws else [1.0]
         made = tuple(
-            Trajectory(
-                i, one, one.astype(np.uint8), -one.astype(np.float32), one * group.started, r, {}, "stop"
-            )
+            Trajectory(i, sampled, mask, logprobs, sampled * group.started, r, {}, "stop")
             for i, r in enumerate(rewards)
         )
         whole = Group(name, lease.lease_id, lease.prompt.prompt_id, "train", made)
