@@ -99,7 +99,7 @@ def objective(
         log_rho, batch.advantages, sequences, algorithm.correction, algorithm.weight_level, total.mean_weight
     )
     old = proximal if algorithm.correction.kind == "decoupled" else behavior
-    policy, clipped = policy_loss(logprobs, old, sequences, batch, algorithm)
+    policy, clipped = lost = policy_loss(logprobs, old, sequences, batch, algorithm)
     per_token = correction.weight * policy
     if algorithm.entropy:  # over the whole vocabulary, so whoever sampled the token plays no part
         per_token = per_token - correction.keep * algorithm.entropy * entropy
@@ -120,7 +120,7 @@ def objective(
         "masked": correction.masked.float(),
         "vetoed": correction.vetoed.float(),
         "capped": correction.capped.float(),
-        "weight": correction.weight * gradient_ratio(logprobs, old, sequences, clipped, algorithm),
+        "weight": correction.weight * gradient_ratio(logprobs, old, sequences, batch, lost, algorithm),
     }
     return loss, _summed(loss, log_rho, metrics, batch)
 

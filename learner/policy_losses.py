@@ -8,7 +8,7 @@ minimized, and a bool [N]: the token's gradient was stopped or limited. `old` is
 import torch
 from torch import Tensor
 
-from buffer.dotted import resolve
+from buffer.dotted import is_dotted, resolve
 from learner.algorithm import AlgorithmConfig
 from learner.corrections import at_level, log_ratio, ratio
 from learner.packing import MicroBatch
@@ -44,20 +44,31 @@ def policy_loss(
 
 
 def gradient_ratio(
-    logprobs: Tensor, old: Tensor, sequences: Tensor, stopped: Tensor, of: AlgorithmConfig
+    logprobs: Tensor, old: Tensor, sequences: Tensor, batch: MicroBatch, lost: Lost, of: AlgorithmConfig
 ) -> Tensor:
     """What the loss's own ratio multiplies a token's -A·∇log π by, [N]; 0 where the trust region stops it.
 
     Args:
-        stopped: As `policy_loss` tells it; cispo stops none of them.
+        lost: As `policy_loss` gives it. Of what it tells as stopped cispo stops nothing.
     """
     if of.loss == "reinforce":
         return torch.ones_like(old)
     moved = log_ratio(logprobs.detach(), old)
+    if is_dotted(of.loss):
+        return _measured_ratio(logprobs, moved.exp(), lost[0], batch.advantages)
     if of.loss == "cispo":
         low, high = of.clip
         return moved.exp().clamp(1 - low, 1 + high)
-    return at_level(moved, sequences, "geometric" if of.loss == "gspo" else "token").exp() * ~stopped
+    return at_level(moved, sequences, "geometric" if of.loss == "gspo" else "token").exp() * ~lost[1]
+
+
+def _measured_ratio(logprobs: Tensor, ratios: Tensor, loss: Tensor, advantages: Tensor) -> Tensor:
+    """Of a loss of the user's: its gradient over -A, and π/old where A is 0 or there is no gradient."""
+    if not loss.requires_grad:
+        return ratios
+    (slope,) = torch.autograd.grad(loss.sum(), logprobs, retain_graph=True, materialize_grads=True)
+    flat = advantages == 0
+    return torch.where(flat, ratios, -slope / advantages.masked_fill(flat, 1))
 
 
 def ppo(logprobs: Tensor, old: Tensor, advantages: Tensor, low: float, high: float) -> Lost:

@@ -83,7 +83,7 @@ def test_generation_goes_on_where_it_was_interrupted_and_is_the_models_own(make_
     assert len(other.stderr.splitlines()) == 1
 
 
-def test_evaluation_keeps_samples_and_tells_score_and_pass_rate(make_experiment, made_reward_model):
+def test_evaluation_keeps_samples_and_tells_the_score_of_a_sum(make_experiment, made_reward_model):
     helpful = {"model": str(made_reward_model), "dtype": "float32", "weight": -0.1, "engine": ENGINE}
     rollout = {
         "sampling": {"max_tokens": 12},
@@ -103,7 +103,7 @@ def test_evaluation_keeps_samples_and_tells_score_and_pass_rate(make_experiment,
     assert results["completions"] == len(rewards) == 160
     assert results["score"] == pytest.approx(sum(rewards) / len(rewards))
     assert 0.3 < results["parts"]["even"] < 0.7, "an untrained model's words are even half of the time"
-    assert results["pass@1"] <= results["pass@4"]
+    assert not [name for name in results if name.startswith("pass@")], "a model's mark is not right or wrong"
     judge = AutoModelForSequenceClassification.from_pretrained(made_reward_model, dtype=torch.float32)
     compared = 0
     for line in samples:

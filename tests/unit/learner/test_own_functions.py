@@ -33,6 +33,11 @@ def constant_loss(logprobs, old_logprobs, batch):
     return -(logprobs * batch.advantages).detach()
 
 
+def clipped_loss(logprobs, old_logprobs, batch):
+    r, a = torch.exp(logprobs - old_logprobs), batch.advantages
+    return -torch.minimum(r * a, r.clamp(0.8, 1.2) * a)
+
+
 def group(*completions: list[int], rewards=(1.0, 0.0)) -> Group:
     made = []
     for index, (completion, reward) in enumerate(zip(completions, rewards, strict=True)):
@@ -63,6 +68,17 @@ def test_the_example_loss_is_ppos_and_bounds_what_a_bad_token_costs():
     assert float(loss) == pytest.approx(sum(lost), rel=1e-5)
     assert logprobs.grad is not None
     assert logprobs.grad.tolist() == pytest.approx([*lost[:2], 0.0], rel=1e-5)
+
+
+def test_what_tokens_weigh_with_a_loss_of_ones_own_is_told_by_its_gradient():
+    """The first one's is stopped, the last one's advantage is 0; the numbers are those of the built-in loss."""
+    old, ours = torch.tensor([-1.5, -1.9, -1.6]), f"{__name__}:clipped_loss"
+    built_in, mine = (
+        objective_of(loss, torch.tensor([-1.0, -2.0, -0.9], requires_grad=True), old, (0.5, -2.0, 0.0))[1]
+        for loss in ("ppo", ours)
+    )
+    told = [name for name in built_in if float(built_in[name]) != pytest.approx(float(mine[name]))]
+    assert told == ["clipped"], "only where it clips is not known"
 
 
 def test_a_loss_that_is_not_one_number_a_token_is_named():
