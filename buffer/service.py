@@ -79,7 +79,7 @@ async def _serve(experiment: BufferExperiment, run_dir: Path, sources: Sources) 
         bounds_of(experiment.model),
     )
     logger.info(
-        "buffer of %s at %s, %d prompts; waiting for the learner and for rollout servers",
+        "buffer of %s is up at %s, %d prompts; waiting for the learner and for rollout servers",
         experiment.name,
         experiment.buffer.address,
         len(store.ledger.queue.rows),

@@ -91,7 +91,7 @@ class TextTable:
             half = error.object[error.start].encode("unicode-escape").decode()
             raise BadRow(f"{half} is half of a character; expected whole ones") from None
         except json.JSONDecodeError as error:
-            raise BadRow(f"not JSON: {error.msg} at column {error.colno}") from None
+            raise BadRow(f"not JSON: {error.msg.removesuffix(' at')} at column {error.colno}") from None
         except UnicodeDecodeError as error:
             raise BadRow(f"not UTF-8: {error.reason} at byte {error.start} of the row") from None
         except RecursionError:
@@ -165,7 +165,7 @@ def items(path: Path) -> Iterator[Span]:
                 length = window.decode(decoder)
             except (ValueError, RecursionError) as error:
                 deep = "nested too deeply" if isinstance(error, RecursionError) else str(error)
-                reason = getattr(error, "msg", deep)
+                reason = getattr(error, "msg", deep).removesuffix(" at")
                 raise ValueError(f"{path} item {number}: not JSON: {reason}") from None
             yield window.offset + window.at - length, window.offset + window.at, number
         window.at += 1

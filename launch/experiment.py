@@ -233,7 +233,15 @@ def _sources(e: WholeExperiment) -> list[str]:
 
 def _unknown_functions(e: WholeExperiment, services: Iterable[str]) -> list[str]:
     """Only where the service starts: another machine may lack the module."""
-    called = {k: p for service, of in _functions(e).items() if service in services for k, p in of.items()}
+    return _faults({k: p for name, of in _functions(e).items() if name in services for k, p in of.items()})
+
+
+def unknown_readers(e: OfflineExperiment) -> list[str]:
+    """Functions that read a stage's rows, and are none."""
+    return _faults(_paths(_prompts(e)))
+
+
+def _faults(called: Mapping[str, str]) -> list[str]:
     faults = {key: fault(path, key == "rollout.episode") for key, path in called.items() if is_dotted(path)}
     return [f"{key}={called[key]}: {reason}" for key, reason in faults.items() if reason]
 

@@ -14,7 +14,7 @@ from buffer.config_errors import ConfigError, placed
 from buffer.experiment import load
 from buffer.processor import COMPUTING_ENVIRONMENT
 from launch import model_folder
-from launch.experiment import check_kind, missing_rows, missing_start
+from launch.experiment import check_kind, missing_rows, missing_start, unknown_readers
 from launch.history import History, Record
 from launch.local import (
     check_folder,
@@ -27,6 +27,7 @@ from launch.local import (
 )
 from launch.overview import clock, seconds_left
 from launch.resuming import check_checkpoint
+from launch.screen import LONGEST_SILENCE_S
 from launch.services import torchrun
 from launch.supervisor import POLL_S, Failure, Service, Supervisor
 from learner.families import Head
@@ -60,7 +61,7 @@ def read_stage(path: str | Path, overrides: list[str], kind: str) -> OfflineExpe
     model = experiment.model
     head: Head = "score" if kind == "reward" else "vocabulary"
     layout = experiment.learner.parallel
-    reasons = missing_rows(experiment) + missing_start(experiment.learner)
+    reasons = missing_rows(experiment) + unknown_readers(experiment) + missing_start(experiment.learner)
     reasons += model_folder.trained("model.path", model.path, model.max_length, layout, head)
     if reasons:
         raise ConfigError("\n".join(placed(path, overrides, reason) for reason in reasons))
@@ -138,6 +139,7 @@ class ProgressLine:
         self._history = history
         self._console = console
         self._due = 0.0
+        self._started = self._spoke = time.monotonic()
         self._progress: Progress | None = None
         if console.is_terminal:
             step, told = TextColumn("{task.description}"), TextColumn("{task.fields[told]}")
@@ -154,6 +156,7 @@ class ProgressLine:
             self._progress.stop()
 
     def say(self, text: str) -> None:
+        self._spoke = time.monotonic()
         self._console.print(text, highlight=False, markup=False, soft_wrap=True)
 
     def update(self) -> None:
@@ -173,6 +176,10 @@ class ProgressLine:
             else:
                 left = seconds_left(self._history, total)
                 self.say(f"{step}: {told_of(record)}{f'  {clock(left)} left' if left else ''}")
+        if not self._progress and time.monotonic() - self._spoke >= LONGEST_SILENCE_S:
+            fresh = self._history.since_opened(list(self._history.steps.values()))
+            doing = f"at work behind step {fresh[-1]['step']}" if fresh else "starting"
+            self.say(f"still {doing} · {clock(time.monotonic() - self._started)} since the start")
 
 
 def told_of(record: Record) -> str:

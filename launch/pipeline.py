@@ -20,6 +20,8 @@ from buffer.experiment import ConfigError, Experiment, Section, folder_name, loa
 from launch.command_line import TYPED
 from launch.experiment import check_kind
 
+REFERENCE = re.compile(r"(?<!\{)\{([\w-]+)\}(?!\})")
+"""No other braces: they may be of a template, or of JSON."""
 REFERENCE_HELP = "{name} of an earlier stage stands for the model folder that stage writes"
 
 
@@ -177,10 +179,10 @@ def _filled(value: Any, models: dict[str, Path], stage: str) -> Any:
         return [_filled(v, models, stage) for v in value]
     if not isinstance(value, str):
         return value
-    try:
-        return value.format_map({name: os.fspath(path) for name, path in models.items()})
-    except (KeyError, ValueError, IndexError) as error:
+    unknown = [name for name in REFERENCE.findall(value) if name not in models]
+    if unknown:
         raise ConfigError(
-            f"stage {stage}: overrides: {value!r}: {error}: {REFERENCE_HELP}; earlier stages: "
+            f"stage {stage}: overrides: {value!r}: {', '.join(unknown)}: {REFERENCE_HELP}; earlier stages: "
             f"{', '.join(models) or 'none'}"
-        ) from None
+        )
+    return REFERENCE.sub(lambda found: os.fspath(models[found[1]]), value)

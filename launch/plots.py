@@ -246,9 +246,15 @@ def draw_time(axes: Axes, history: History) -> bool:
     if is_cut:
         text = f"↑ step {steps[0]}: {bottom[0]:.0f} s"
         axes.annotate(text, (steps[0] + 0.6, highest * 1.03), color=GREY, fontsize=9.5, va="bottom")
-    axes.set_ylim(top=(highest if is_cut else max(bottom)) * 1.4)
-    place = "upper right" if is_cut else "upper left"
-    axes.legend(loc=place, ncols=3, fontsize=9.5, columnspacing=1.2, handlelength=1.2)
+    axes.set_ylim(top=(highest if is_cut else max(bottom)) * 1.15)
+    axes.legend(
+        loc="upper center",
+        bbox_to_anchor=(0.5, -0.14),
+        ncols=4,
+        fontsize=9.5,
+        columnspacing=1.2,
+        handlelength=1.2,
+    )
     return True
 
 

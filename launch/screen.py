@@ -6,7 +6,7 @@ Consumes: the run's history and the services' logs, read again twice a second. W
 import re
 import time
 from collections import Counter, deque
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -46,9 +46,11 @@ ALARM = re.compile(
     r"(buffer|sync|rollout|learner)\b[\w.]*: (?P<text>.*)"
 )
 """Of the services' own loggers; those of vLLM and torch are in the log files for those who look."""
+UP = re.compile(r"\S+ [\d:]{8}\S* INFO (rank \d+ )?(buffer|rollout|learner)\b[\w.]*: .*\bis up\b")
+"""What every service logs once it works."""
 STOPPING = "stopping"
 STARTING = "starting: the engines and the learner load the model"
-LONGEST_ALARM = 300
+LONGEST_ALARM = 600
 """Characters of one that are shown."""
 LONE_NUMBER = re.compile(r"(?<![\w-])\d[\d.,:/]*")
 """One that is no part of a name, such as a server's or a checkpoint's."""
@@ -133,17 +135,20 @@ class Screen:
             self.say(line)
         if time.monotonic() - self._spoke >= LONGEST_SILENCE_S:
             left = _evaluation_left(self.history)
-            absent = not_up(self.history, self.watched.states()) if phase == STARTING else []
+            names = self.watched.states() if phase == STARTING else []
+            absent = [name for name in names if name not in self.alarms.up]
             doing = phase.partition(":")[0] + (f", {left}" if left else "") + _listed(absent)
             self.say(f"still {doing} · {clock(time.monotonic() - self.started)} since the start")
 
 
 class Alarms:
-    """Warnings and errors that the services logged since this screen opened."""
+    """What of the services' logs since this screen opened a user is told: warnings, errors, who is up."""
 
     def __init__(self, logs: Path, keep: int = 3):
         self.logs = logs
         self.last: deque[str] = deque(maxlen=keep)
+        self.up: set[str] = set()
+        """Services that logged that they are up since then."""
         self._said: Counter[tuple[Path, str]] = Counter()
         """Of each log and alarm, its numbers aside."""
         self._offsets = {path: path.stat().st_size for path in logs.glob("*.log")}
@@ -157,6 +162,8 @@ class Alarms:
             if whole:
                 self._offsets[path] = self._offsets.get(path, 0) + len(whole) + 1
             lines = whole.decode(errors="replace").splitlines()
+            if any(UP.match(line) for line in lines):
+                self.up.add(path.stem)
             alarms = [alarm for line in lines if (alarm := ALARM.match(line))]
             told = [line for alarm in alarms if (line := self._line(path, alarm))]
             if len(told) > MOST_ALARMS:
@@ -201,16 +208,6 @@ def phase_of(e: WholeExperiment, history: History) -> str:
     if buffer.get("frontier") and not history.steps:
         return "training on the first batch"
     return "generating the first groups"
-
-
-def not_up(history: History, services: Collection[str]) -> list[str]:
-    """Of these services the ones that show no sign of being up; of a scorer there is none to see."""
-    buffer = (history.since_opened(history.buffer[-1:]) or [None])[-1]
-    seen = {name for name, lines in history.servers.items() if history.since_opened(lines)}
-    seen |= {"buffer"} if buffer is not None else set()
-    seen |= {"learner"} if buffer is not None and buffer.get("published") is not None else set()
-    telling = [name for name in services if name in ("buffer", "learner") or name.startswith("server-")]
-    return [name for name in telling if name not in seen]
 
 
 def _listed(absent: Sequence[str]) -> str:

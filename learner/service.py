@@ -110,6 +110,7 @@ def serve(experiment: LearnerExperiment, connect: Connect, open_sender: OpenSend
             logger.info("%s", why)
             return
         flow.open()
+        logger.info("the learner is up at step %d", flow.version)
         try:
             loop(flow)
             flow.check_returned()

@@ -68,6 +68,24 @@ def test_without_a_terminal_every_step_is_a_line(run_dir, capsys):
     assert lines[3] == f"step 3 of 3: {told}"
 
 
+def test_a_long_silence_without_a_terminal_is_filled(run_dir, capsys, monkeypatch):
+    history = History(run_dir)
+    with ProgressLine(history, Console()) as line:
+        line.refresh()
+        capsys.readouterr()
+        line.refresh()
+        assert not capsys.readouterr().out
+        monkeypatch.setattr("launch.offline.LONGEST_SILENCE_S", 0.0)
+        line.refresh()
+        history.opened = 0.0
+        line.refresh()
+    lines = capsys.readouterr().out.splitlines()
+    assert lines == [
+        "still starting · 0 s since the start",
+        "still at work behind step 3 · 0 s since the start",
+    ]
+
+
 def test_on_a_terminal_the_step_is_told_once_there_is_one(run_dir):
     shown = io.StringIO()
     console = Console(width=120, file=shown, force_terminal=True, color_system=None)
@@ -106,6 +124,10 @@ def test_a_start_that_goes_on_says_from_where(run_dir):
     ("overrides", "told"),
     [
         (["data.train.path=/nowhere.jsonl"], "data.train.path=/nowhere.jsonl: no such file"),
+        (
+            ["data.train.adapter=nobody:reads"],
+            "data.train.adapter=nobody:reads: no module nobody; expected one in",
+        ),
         (["model.path=/nowhere"], "model.path=/nowhere: no config.json in it"),
         (["model.max_length=9999"], "model.max_length=9999: the model in"),
         (["learner.steps=null"], "neither learner.steps nor data.epochs says when it ends"),

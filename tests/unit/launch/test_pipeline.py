@@ -41,6 +41,14 @@ def test_a_stage_starts_from_the_model_that_an_earlier_one_writes(pipeline_file,
     assert second.command[1:4] == ["-m", "launch", "run"]
 
 
+def test_braces_that_name_no_stage_stay_as_they_are(pipeline_file):
+    text = pipeline_file.read_text()
+    template = "{{ messages }} {'a': {}} {{first}}"
+    pipeline_file.write_text(text.replace("learner.steps: 7", f'data.template: "{template}"'))
+    given = pipeline.open_file(pipeline_file, [])
+    assert f'data.template="{template}"' in pipeline.Stage(given, 1, pipeline_file.parent).overrides
+
+
 def test_every_stage_is_checked_before_the_first_one_starts(pipeline_file):
     text = pipeline_file.read_text()
     long = "rollout.sampling.max_tokens: 128"

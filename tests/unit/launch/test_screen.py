@@ -1,13 +1,12 @@
 import io
 import json
-from pathlib import Path
 
 import pytest
 from rich.console import Console
 
 from launch.experiment import read
 from launch.history import History
-from launch.screen import LONGEST_ALARM, MOST_ALARMS, Alarms, Screen, not_up, phase_of, render, sparkline
+from launch.screen import LONGEST_ALARM, MOST_ALARMS, Alarms, Screen, phase_of, render, sparkline
 
 
 class Running:
@@ -129,16 +128,24 @@ def test_a_long_silence_is_filled(make_run, config_file, monkeypatch):
     assert last == "still starting (not up yet: buffer, server-0, learner) · 0 s since the start"
 
 
-def test_a_service_that_shows_signs_of_being_up_is_not_waited_for():
-    services = ["buffer", "scorer-helpful", "server-0", "server-1", "learner"]
-    history = History(Path(), opened=10.0)
-    history.servers["server-1"] = [{"time": 9.0}]
-    assert not_up(history, services) == ["buffer", "server-0", "server-1", "learner"]
-    history.buffer.append({"time": 11.0, "published": None})
-    history.servers["server-0"] = [{"time": 11.0}]
-    assert not_up(history, services) == ["server-1", "learner"]
-    history.buffer.append({"time": 12.0, "published": 0})
-    assert not_up(history, services) == ["server-1"]
+def test_a_service_is_up_once_it_says_so(tmp_path):
+    log = tmp_path / "scorer-helpful.log"
+    log.write_text("2026-01-01 00:00:01,000 INFO rollout.scorer.service: scorer helpful is up at ipc://a\n")
+    alarms = Alarms(tmp_path)
+    assert alarms.refresh() == []
+    assert alarms.up == set(), "it was that of the start before"
+    for name, told in {
+        "buffer": "INFO buffer.service: buffer of demo is up at ipc:///b, 3 prompts",
+        "learner": "INFO rank 0 learner.service: the learner is up at step 3",
+        "server-0": "INFO rollout.service: rollout server server-0 starts vLLM",
+        "server-1": "INFO 09-09 [cpu_worker.py:3] the model is up",
+        "value": "INFO learner.apart.job: the value model is up at tcp://c, weights 3",
+    }.items():
+        (tmp_path / f"{name}.log").write_text(f"2026-01-01 00:00:02,000 {told}\n")
+    with log.open("a") as file:
+        file.write("2026-01-01 00:00:03,000 INFO rollout.scorer.service: scorer helpful is up at ipc://a\n")
+    assert alarms.refresh() == []
+    assert alarms.up == {"buffer", "learner", "value", "scorer-helpful"}
 
 
 def test_a_run_that_stops_tells_of_no_new_phase(make_run, config_file, monkeypatch):

@@ -71,7 +71,7 @@ def test_the_example_loss_is_ppos_and_bounds_what_a_bad_token_costs():
 
 
 def test_what_tokens_weigh_with_a_loss_of_ones_own_is_told_by_its_gradient():
-    """The first one's is stopped, the last one's advantage is 0; the numbers are those of the built-in loss."""
+    """As of the built-in loss; the first one's is stopped, the last one's advantage is 0."""
     old, ours = torch.tensor([-1.5, -1.9, -1.6]), f"{__name__}:clipped_loss"
     built_in, mine = (
         objective_of(loss, torch.tensor([-1.0, -2.0, -0.9], requires_grad=True), old, (0.5, -2.0, 0.0))[1]
