@@ -3,6 +3,7 @@
 import json
 import os
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any, TextIO
@@ -16,11 +17,14 @@ from buffer.dotted import fault
 from buffer.experiment import FilesSource, load
 from launch import model_folder
 from launch.experiment import engine_reasons
+from launch.overview import clock
 from rollout.config import PredictionExperiment
 from rollout.engine_log import engine_log
 
 LINE_EVERY_S = 10.0
 """Between lines where there is no terminal."""
+STARTING_EVERY_S = 30.0
+"""The same while the engine starts."""
 
 
 def read(config: Path, overrides: list[str], model: Path | None) -> PredictionExperiment:
@@ -122,6 +126,7 @@ class ProgressLine:
         self._first: float | None = None
         """When the first row came, before which the engine started; rates are of those behind it."""
         self._last_line = time.monotonic()
+        self._up = threading.Event()
         columns = (
             TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(),
             TextColumn("{task.fields[rate]}"), TimeRemainingColumn(),
@@ -134,14 +139,24 @@ class ProgressLine:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._up.set()
         self._bar.stop()
 
     def starts(self) -> None:
         if not self._console.is_terminal:
             self._console.print(f"{self._doing}: the engine starts, which takes half a minute or so")
+            threading.Thread(target=self._fill_silence, daemon=True).start()
+
+    def _fill_silence(self) -> None:
+        """In a thread: what starts an engine, and the engine, leave the event loop no time."""
+        started = time.monotonic()
+        while not self._up.wait(STARTING_EVERY_S):
+            waited = clock(time.monotonic() - started)
+            self._console.print(f"{self._doing}: no row is done yet, {waited} since the start")
 
     def written(self, number: int, total: int, line: dict[str, Any]) -> None:
         now = time.monotonic()
+        self._up.set()
         self._completions += 0 if self._first is None else len(line["completions"])
         self._first = now if self._first is None else self._first
         rate = f"{self._completions / (now - self._first):.1f} completions/s" if now > self._first else ""

@@ -377,6 +377,16 @@ def test_a_machine_of_cpus_holds_all_ranks_together():
     assert changes(starved)[0].startswith("rollout server: set rollout.engine.kv_cache_gib=2.0;")
 
 
+def test_a_server_on_cpus_has_heads_of_a_size_that_vllm_computes_there():
+    odd, engine = (
+        replace(families.read("configs/shapes/llama-2-7b"), head_dim=72),
+        EngineConfig(kv_cache_gib=4),
+    )
+    found = [engine_ranks("rank", 1, odd, engine, 2, 64, Target(gpu)).impossible for gpu in (False, True)]
+    assert str(found[0]).startswith("attention heads of 72; vLLM's CPU build computes those of 32, 64")
+    assert found[1] is None
+
+
 def test_a_server_on_cpus_has_no_pipeline_stages_unless_it_compiles():
     overrides = ("model.dtype=float32", "rollout.engine.kv_cache_gib=4", "rollout.engine.pipeline_parallel=2")
     made = planned("policy-7b", *overrides, gpu=False, device_gib=1000)

@@ -1,5 +1,8 @@
 """What `slipstream evaluate` refuses before it starts an engine."""
 
+import io
+import time
+
 import pytest
 from rich.console import Console
 
@@ -12,3 +15,18 @@ def test_an_experiment_without_prompts_to_evaluate_on_leaves_no_folder(tmp_path)
     with pytest.raises(ValueError, match="the experiment has no `eval` section"):
         prediction.evaluate(experiment, tmp_path / "evaluation", Console())
     assert not (tmp_path / "evaluation").exists()
+
+
+def test_a_long_start_without_a_terminal_is_filled_until_a_row_comes(monkeypatch):
+    monkeypatch.setattr(prediction, "STARTING_EVERY_S", 0.01)
+    shown = io.StringIO()
+    with prediction.ProgressLine("evaluating", shown) as told:
+        told.starts()
+        while "no row is done yet" not in shown.getvalue():
+            time.sleep(0.01)
+        told.written(0, 2, {"completions": []})
+        time.sleep(0.05)
+        before = shown.getvalue()
+        time.sleep(0.05)
+    assert shown.getvalue() == before
+    assert "evaluating: no row is done yet, 0 s since the start" in before.splitlines()
