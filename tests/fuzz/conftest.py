@@ -2,13 +2,14 @@
 
 import json
 import os
-import platform
 import time
 from collections import Counter
 from pathlib import Path
 
 import pytest
 from counting import COUNTS
+
+from benchmarks.record import stamp
 
 STARTED = time.monotonic()
 
@@ -38,7 +39,6 @@ def pytest_terminal_summary(terminalreporter):
             "findings": sorted(report.nodeid for report in wrong),
             "seconds": round(time.monotonic() - STARTED, 1),
             "targets": dict(sorted(counts.items())),
-            "machine": f"{len(os.sched_getaffinity(0))} cores, {platform.machine()}, "
-            f"Python {platform.python_version()}",
+            **stamp(),
         }
         Path(path).write_text(json.dumps(record, indent=2) + "\n")

@@ -19,6 +19,8 @@ from typing import Any
 import pytest
 from hand_started import HOME, Processes, Services, assert_trained_once, services
 
+from benchmarks.record import stamp
+
 SECONDS = float(os.environ.get("CHAOS_SECONDS", "60"))
 SEED = int(os.environ.get("CHAOS_SEED", "1"))
 RECORD = os.environ.get("CHAOS_RECORD")
@@ -183,5 +185,6 @@ def record(kind: str, chaos: Chaos, steps: int, epochs: int) -> None:
         "epochs_checked": epochs,
         "median_seconds_to_the_next_step": round(waits[len(waits) // 2], 1),
         "longest_seconds_to_the_next_step": round(waits[-1], 1),
+        **stamp(),
     }
     path.write_text(json.dumps({"benchmark": "chaos", "runs": runs}, indent=2) + "\n")
