@@ -279,10 +279,15 @@ class Store:
         self.ledger.changed = True
 
     def reopen(self, steps: int) -> None:
-        """Go on with a finished run that has more to do by now: `steps` versions to make, with data left."""
+        """Go on with a finished run that has more to do by now: `steps` versions to make, with data left, or
+        its last version to evaluate, where evaluations were added since."""
         with self.transaction():
             last = self.database.fact("finished")
-            if last is not None and last < steps and not self.ledger.exhausted():
+            if last is None:
+                return
+            if last >= steps or self.ledger.exhausted():
+                self.evaluations.finished(last)
+            else:
                 self.database.run("DELETE FROM facts WHERE name = 'finished'")
                 logger.info("the run was finished at version %d; it goes on to version %d", last, steps)
 

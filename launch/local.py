@@ -25,6 +25,7 @@ from launch.services import gpu_shares, plan_services, training_jobs
 from launch.summary import summarize
 from launch.supervisor import POLL_S, Failure, Service, Supervisor
 from launch.watchdog import Watchdog
+from learner import ending
 from learner.checkpoint_files import found_in
 
 STOP_S = {
@@ -68,6 +69,7 @@ def run(experiment: WholeExperiment, command: str, console: Console, plan: Plan 
         history = History(run_dir, live=True)
         history.refresh()
         if is_finished(experiment, history):
+            resuming.check_start(experiment)
             return _tell_finished(experiment, console)
         resuming.check(experiment)
         for service in ("buffer", "learner"):
@@ -166,27 +168,18 @@ def writing(run_dir: Path) -> Iterator[None]:
 
 
 def is_finished(e: WholeExperiment, history: History) -> bool:
-    """Whether all steps are made that there is data for, the last version is evaluated, and the model is
+    """Whether all steps are made that there is data for, the last version is evaluated, and its model is
     written."""
-    if not history.steps or max(history.steps) < _last_step(e, history):
+    run_dir, end = Path(e.run_dir), ending.read(Path(e.run_dir))
+    if end is None or end.step != max(history.steps, default=0):
         return False
-    written = not e.learner.checkpoint.export or (Path(e.run_dir) / "model" / "config.json").exists()
-    return written and _evaluated(e, history)
+    enough = end.suffices(e.learner.steps, e.data.epochs)
+    return enough and end.has_model(run_dir, e.learner) and _evaluated(e, history)
 
 
 def _evaluated(e: WholeExperiment, history: History) -> bool:
     last = max(history.steps, default=0)  # more than are wanted now, where `learner.steps` was lowered
     return e.eval is None or last in history.scores
-
-
-def _last_step(e: WholeExperiment, history: History) -> int:
-    """`learner.steps`, unless the data ended before, of which there is no more now."""
-    end, config = history.data_end, Path(e.run_dir) / "config.yaml"
-    if end is None or not config.is_file():
-        return e.learner.steps
-    data = resolved(config).get("data")
-    epochs = data.get("epochs") if isinstance(data, dict) else None
-    return min(end, e.learner.steps) if epochs == e.data.epochs else e.learner.steps
 
 
 def settle(e: WholeExperiment) -> WholeExperiment:

@@ -26,12 +26,13 @@ from launch.local import (
     write_config,
 )
 from launch.overview import clock, seconds_left
-from launch.resuming import check_checkpoint
+from launch.resuming import check_checkpoint, check_start
 from launch.screen import LONGEST_SILENCE_S
 from launch.services import torchrun
 from launch.supervisor import POLL_S, Failure, Service, Supervisor
+from learner import ending
 from learner.families import Head
-from learner.offline.config import OfflineExperiment, OfflineLearnerConfig
+from learner.offline.config import OfflineExperiment
 
 REFRESH_S = 0.5
 TOLD = ("loss", "accuracy", "margin", "eval/loss", "eval/accuracy", "eval/margin")
@@ -84,7 +85,8 @@ def run_stage(experiment: OfflineExperiment, command: str, console: Console) -> 
         check_folder(experiment)
         history = History(run_dir, live=True)
         history.refresh()
-        if is_finished(run_dir, history, experiment.learner):
+        if is_finished(experiment, history):
+            check_start(experiment)
             from launch.report import write_report  # matplotlib: not before it is needed
 
             console.print(write_report(run_dir).text(), highlight=False, markup=False, soft_wrap=True)
@@ -112,12 +114,14 @@ def run_stage(experiment: OfflineExperiment, command: str, console: Console) -> 
         return conclude(experiment, failure, supervisor.interrupts > 0, command, console)
 
 
-def is_finished(run_dir: Path, history: History, learner: OfflineLearnerConfig) -> bool:
-    """Whether all steps are made, no more are asked for now, and the model is written."""
-    made = max(history.steps, default=0)
-    if not made or made < (learner.steps or 0) or made < history.steps[made]["steps"]:
+def is_finished(e: OfflineExperiment, history: History) -> bool:
+    """Whether all steps are made, no more are asked for now, and the last one's model is evaluated and
+    written as is asked for now."""
+    run_dir, end = Path(e.run_dir), ending.read(Path(e.run_dir))
+    if end is None or end.step != max(history.steps, default=0):
         return False
-    return not learner.checkpoint.export or (run_dir / "model" / "config.json").exists()
+    scored = e.eval is None or end.evaluated
+    return scored and end.suffices(e.learner.steps, e.data.epochs) and end.has_model(run_dir, e.learner)
 
 
 def watch(supervisor: Supervisor, line: "ProgressLine") -> Failure | None:

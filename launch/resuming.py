@@ -9,6 +9,7 @@ from buffer import belongings
 from buffer.database import read_only
 from buffer.prompts import EVAL_SEED, load_rows, open_prompts
 from launch.experiment import SERVICES, WholeExperiment
+from learner import ending
 from learner.checkpoint_files import DamagedCheckpoint, read_meta
 from learner.offline.config import OfflineExperiment
 from learner.resuming import Terms, measures_from_start, newest, obstacle, shape_of, sharded_apart
@@ -31,6 +32,9 @@ def check(e: WholeExperiment, services: Collection[str] = SERVICES) -> None:
     if "learner" in services:
         step = check_checkpoint(e)
         check_forgotten(run_dir, step)
+        end = ending.read(run_dir)
+        if end is not None and end.step == step and end.suffices(e.learner.steps, e.data.epochs):
+            check_start(e)
 
 
 def check_checkpoint(e: WholeExperiment | OfflineExperiment) -> int:
@@ -74,6 +78,32 @@ def check_checkpoint(e: WholeExperiment | OfflineExperiment) -> int:
     if why is not None:
         raise ValueError(why)
     return int(path.name.removeprefix("step-"))
+
+
+def check_start(e: WholeExperiment | OfflineExperiment) -> None:
+    """Of a run that is finished: whether it is what this command would make, of the weights that it names.
+    One that is not yet goes on with its own, and where it still measures from its start `check_checkpoint`
+    compares that.
+
+    Raises:
+        ValueError: Those were trained again, or replaced, since it started.
+    """
+    path, learner = newest(Path(e.run_dir)), e.learner
+    try:
+        meta = read_meta(path) if path is not None else {}
+    except DamagedCheckpoint:
+        return  # nobody goes on from it: the run is over
+    if not meta.get("start"):
+        return
+    from learner.reference.fingerprint import fingerprint  # imports torch
+
+    model = e.model.model_copy(update={"dtype": meta["dtype"]})  # the type that they were used in
+    if fingerprint(model, learner.init_from) != meta["start"]:
+        raise ValueError(
+            f"{e.run_dir}: finished, but started from other weights than {learner.init_from or e.model.path} "
+            "has now; expected those that it was trained from: bring them back, or train again in another "
+            "run_dir"
+        )
 
 
 def check_forgotten(run_dir: Path, step: int) -> None:

@@ -310,8 +310,17 @@ class SampledBy(Section):
     sampling: Sampling = Sampling()
 
 
+class Passes(Section):
+    """Of the data section, what says when there is no more of it."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+    epochs: int | None = Field(default=None, ge=1)
+
+
 class LearnerExperiment(Experiment):
     model: ModelConfig
+    data: Passes = Passes()
     buffer: BufferConfig = BufferConfig()
     rollout: SampledBy = SampledBy()
     learner: LearnerConfig = LearnerConfig()

@@ -258,13 +258,19 @@ class Journal:
         """
         run_dir.mkdir(parents=True, exist_ok=True)
         # Kept open: a job that is out of file handles trains on.
-        self._metrics = _kept(run_dir / "metrics.jsonl", version)
+        self._metrics_path = run_dir / "metrics.jsonl"
+        self._metrics = _kept(self._metrics_path, version)
         self._samples = _kept(run_dir / "samples.jsonl", version) if samples else None
         self._board: Any = None
         if tensorboard:
             from torch.utils.tensorboard import SummaryWriter
 
             self._board = SummaryWriter(str(run_dir / "tensorboard"), purge_step=version + 1)
+
+    def row(self, step: int) -> Row | None:
+        """What was written last of a step; None if nothing was."""
+        lines = self._metrics_path.read_text().splitlines()
+        return next((row for line in reversed(lines) if (row := json.loads(line)).get("step") == step), None)
 
     def write(self, row: Row) -> None:
         _append(self._metrics, [row])

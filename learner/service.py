@@ -8,6 +8,7 @@ import secrets
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +104,8 @@ def serve(experiment: LearnerExperiment, connect: Connect, open_sender: OpenSend
         if _tell_finished(experiment):
             return
         hold_folder(experiment.run_dir, stack)
+        if _export_alone(experiment, stop, stack, stillness):
+            return
         loop = _own_functions(experiment.learner)
         try:
             flow = _assemble(experiment, stop, connect, open_sender, stack)
@@ -129,8 +132,10 @@ def serve(experiment: LearnerExperiment, connect: Connect, open_sender: OpenSend
             export_value(experiment, flow.updater.value_state)
             export(experiment, flow.trainable)
             stillness.end()
-        if flow.finish() and parallel.rank() == 0:
-            ending.write(experiment, flow.version)
+        # Of the model before the buffer is told: while it evaluates, this may be killed, and it end.
+        _tell_end(experiment, flow, over=False)
+        if flow.finish():
+            _tell_end(experiment, flow, over=True)
         logger.info("finished after step %d", flow.version)
 
 
@@ -154,12 +159,71 @@ def _tell_finished(experiment: LearnerExperiment) -> bool:
     """Whether the run is over, on all ranks: there is nobody then to wait for."""
     (step,) = collectives.broadcast_numbers([ending.finished_step(experiment) if parallel.rank() == 0 else 0])
     if step and parallel.rank() == 0:
+        enough = step >= experiment.learner.steps
+        more = f"learner.steps (such as learner.steps={2 * step})" if enough else "data.epochs"
         logger.info(
-            "%s is finished, with step %d; to train on, raise learner.steps (such as learner.steps=%d), to "
-            "start afresh, take another run_dir",
-            experiment.run_dir, step, 2 * step,
+            "%s is finished, with step %d; to train on, raise %s, to start afresh, take another run_dir",
+            experiment.run_dir, step, more,
         )  # fmt: skip
     return bool(step)
+
+
+def _export_alone(
+    experiment: LearnerExperiment, stop: StopFlag, stack: ExitStack, stillness: Stillness
+) -> bool:
+    """Export the model of a run that is over but for that: there is no buffer to wait for then.
+
+    Returns:
+        Whether it is such a run, on all ranks.
+
+    Raises:
+        ValueError: The checkpoint of its last step is not whole.
+    """
+    asked = ending.unexported_step(experiment) if parallel.rank() == 0 else 0
+    (step,) = collectives.broadcast_numbers([asked])
+    if not step:
+        return False
+    check_start(experiment)
+    policy = build(experiment, experiment.learner.lora)
+    trainable = make_trainable(policy, experiment.learner.optimizer, experiment.learner.parallel,
+                               experiment.learner.ema)  # fmt: skip
+    critic = _critic(experiment, stop, stack)
+    value = critic.state if critic is not None else None
+    weights = fingerprint(experiment.model, experiment.learner.init_from)
+    run_dir = Path(experiment.run_dir)
+    checkpoints = Checkpoints(
+        run_dir, experiment.learner.checkpoint.keep, checkpoint_setup(experiment, weights)
+    )
+    if checkpoints.resume(trainable, value) != step:
+        raise ValueError(
+            f"{run_dir}: the run is over and its model is to be exported, but the checkpoint of step {step} "
+            "is damaged; restore it, or raise learner.steps to train on from the one before"
+        )
+    stillness.see("exporting")
+    export_value(experiment, value)
+    export(experiment, trainable)
+    stillness.end()
+    end = ending.read(run_dir)
+    if parallel.rank() == 0 and end is not None:
+        ending.write(run_dir, replace(end, exported=True))
+    logger.info("exported the model of step %d, with which the run was finished", step)
+    return True
+
+
+def _tell_end(experiment: LearnerExperiment, flow: Flow, over: bool) -> None:
+    """
+    Args:
+        over: Whether the buffer said that it is, which ends with the last evaluation.
+    """
+    if parallel.rank() == 0:
+        end = ending.End(
+            step=flow.version,
+            evaluated=over and experiment.eval is not None,
+            exported=experiment.learner.checkpoint.export,
+            epochs=experiment.data.epochs if flow.data_ended else None,
+            over=over,
+        )
+        ending.write(Path(experiment.run_dir), end)
 
 
 def _tell_data_end(run_dir: Path, flow: Flow) -> None:

@@ -104,9 +104,16 @@ class ExampleFeed:
         """Rows skipped so far because they cannot be read."""
         return self._rows.position["counts"].get("bad_row", 0)
 
-    def steps(self) -> int | None:
-        """How many the data has from its beginning; None for no end."""
-        return None if self._draws is None else -(-self._draws // self._batch_size)
+    def steps(self, made: int = 0) -> int | None:
+        """How many the data has; None for no end.
+
+        Args:
+            made: Those up to here. The last one of fewer epochs took fewer rows, and so may those of another
+                batch size; rows that were skipped do not count, as in a run that was never stopped.
+        """
+        if self._draws is None:
+            return None
+        return made - (self._rows.position["draw"] - self._unreadable() - self._draws) // self._batch_size
 
     @property
     def used_up(self) -> bool:

@@ -1,6 +1,7 @@
 """The offline stages' main loop, the same on every rank."""
 
 from dataclasses import dataclass
+from typing import Any
 
 from buffer.stacks import Stillness
 from learner import collectives
@@ -12,6 +13,9 @@ from learner.offline.trainer import Prepared, Trainer
 from learner.optimizer import Trainable
 from learner.schedule import CheckpointSchedule
 from learner.stop import StopFlag
+
+UPDATES = "updates"
+"""Beside the place in the data, in a checkpoint: the optimizer steps that changed the weights."""
 
 
 @dataclass(slots=True)
@@ -46,9 +50,13 @@ def train(parts: OfflineParts, stillness: Stillness) -> bool:
     Raises:
         ValueError: It ends as it began.
     """
-    saved = start = parts.step
+    saved = parts.step
     stillness.see(parts.step)
-    if parts.step == 0 and parts.held_out is not None:
+    if parts.step >= parts.steps:
+        # Made by an earlier start, which may not have been asked to evaluate.
+        refuse_if_untrained(parts)
+        parts.reporter.amend(parts.step, evaluation(parts))
+    elif parts.step == 0 and parts.held_out is not None:
         parts.reporter.write(0, parts.steps, evaluation(parts))
     while parts.step < parts.steps and not stopping(parts):
         with parts.reporter.timed("data"):
@@ -58,7 +66,7 @@ def train(parts: OfflineParts, stillness: Stillness) -> bool:
         parts.step += 1
         if parts.feed.used_up:
             parts.steps = parts.step
-        if parts.step == parts.steps and start == 0:
+        if parts.step == parts.steps:
             refuse_if_untrained(parts)
         if parts.step == parts.steps or is_due(parts):
             row |= evaluation(parts)
@@ -74,7 +82,8 @@ def train(parts: OfflineParts, stillness: Stillness) -> bool:
 
 
 def refuse_if_untrained(parts: OfflineParts) -> None:
-    """What was never updated must not pass for a trained model, nor be what a next stage starts from."""
+    """What was never updated, by this process or those before it that were stopped, must not pass for a
+    trained model, nor be what a next stage starts from."""
     if not parts.trainable.updates.made:
         raise ValueError(
             f"not one of {parts.step} steps changed the weights: either no row had anything to train on "
@@ -101,7 +110,18 @@ def evaluation(parts: OfflineParts) -> dict[str, object]:
 
 
 def save(parts: OfflineParts) -> int:
-    """Checkpoint model, optimizer and the place in the data."""
-    parts.checkpoints.save(parts.step, parts.trainable, parts.feed.position)
+    """Checkpoint model, optimizer, the place in the data, and how many updates were made."""
+    position = parts.feed.position | {UPDATES: parts.trainable.updates.made}
+    parts.checkpoints.save(parts.step, parts.trainable, position)
     parts.schedule.saved()
     return parts.step
+
+
+def resume(feed: ExampleFeed, trainable: Trainable, position: dict[str, Any]) -> None:
+    """Go on from where `save` was. An older checkpoint does not tell its updates: some are assumed.
+
+    Raises:
+        ValueError: It is a place in other data.
+    """
+    feed.seek(position)
+    trainable.updates.made = int(position.get(UPDATES, 1))

@@ -46,6 +46,12 @@ class OfflineReporter:
             logger.info("step %d of %d: %s | %.1f s, %.0f tokens/s", step, steps, told, seconds,
                         row["tokens/s"])  # fmt: skip
 
+    def amend(self, step: int, found: Row) -> None:
+        """Add what was found since to the row of a step that is the last now, and was made by an earlier
+        start."""
+        if self._journal is not None and (row := self._journal.row(step)) is not None:
+            self._journal.write(row | {"steps": step, **found})
+
     def close(self) -> None:
         if self._journal is not None:
             self._journal.close()

@@ -11,19 +11,18 @@ from buffer.experiment import DataConfig
 from buffer.stacks import Stillness
 from buffer.stream import open_stream
 from buffer.tokenizers import load_tokenizer
-from learner import parallel
+from learner import ending, parallel
 from learner.checkpoint import Checkpoints
 from learner.metrics import Journal
 from learner.offline.config import HeldOutConfig, OfflineExperiment, RewardConfig, SftConfig
 from learner.offline.encoding import Encoder
 from learner.offline.feed import ExampleFeed, share
-from learner.offline.loop import OfflineParts, train
+from learner.offline.loop import OfflineParts, resume, train
 from learner.offline.reporting import OfflineReporter
 from learner.offline.stages import Stage, make_stage
 from learner.offline.trainer import Prepared, Trainer
 from learner.optimizer import make_trainable
 from learner.reference.fingerprint import fingerprint
-from learner.resuming import measures_from_start
 from learner.schedule import CheckpointSchedule
 from learner.service import (
     build,
@@ -77,6 +76,8 @@ def serve(experiment: OfflineExperiment) -> None:
         if experiment.learner.checkpoint.export:
             stillness.see("exporting")
             export(experiment, parts.trainable)
+        if parallel.rank() == 0:
+            ending.write(Path(experiment.run_dir), end_of(parts))
         logger.info("finished after step %d", parts.step)
 
 
@@ -91,25 +92,21 @@ def _assemble(experiment: OfflineExperiment, stop: StopFlag, stack: ExitStack) -
         rows, encoder, stage, learner.batch_size, experiment.data.epochs, drawn, experiment.seed
     )
     feed.check_first()
-    steps = min(n for n in (learner.steps, feed.steps()) if n is not None)
     check_start(experiment)
     model = build(experiment, learner.lora, stage.head)
     trainable = make_trainable(model, learner.optimizer, learner.parallel, learner.ema)
     reference = None
     if stage.needs_reference:
         reference = reference_of(trainable, learner, lambda: build(experiment, head=stage.head))
-    trainer = Trainer(learner, stage, trainable, reference, steps)
-    held_out = experiment.eval and _held_out(experiment, experiment.eval, encoder, stage, trainer)
-    start = None
-    if measures_from_start(learner, experiment.stage):
-        start = fingerprint(experiment.model, learner.init_from)
-    setup = checkpoint_setup(experiment, start)
+    setup = checkpoint_setup(experiment, fingerprint(experiment.model, learner.init_from))
     checkpoints = Checkpoints(run_dir, learner.checkpoint.keep, setup)
     step = checkpoints.resume(trainable)
     if step:
-        feed.seek(checkpoints.position(step))
-    if feed.used_up:
-        steps = step
+        resume(feed, trainable, checkpoints.position(step))
+    planned = min(n for n in (learner.steps, feed.steps(step)) if n is not None)
+    trainer = Trainer(learner, stage, trainable, reference, planned)
+    held_out = experiment.eval and _held_out(experiment, experiment.eval, encoder, stage, trainer)
+    steps = step if feed.used_up else planned
     journal = None
     if parallel.rank() == 0:
         # What was measured before the first step is measured again.
@@ -119,6 +116,16 @@ def _assemble(experiment: OfflineExperiment, stop: StopFlag, stack: ExitStack) -
     schedule = CheckpointSchedule(learner.checkpoint)
     return OfflineParts(
         experiment, trainable, trainer, feed, held_out, checkpoints, schedule, reporter, stop, step, steps
+    )
+
+
+def end_of(parts: OfflineParts) -> ending.End:
+    experiment = parts.experiment
+    return ending.End(
+        step=parts.step,
+        evaluated=experiment.eval is not None,
+        exported=experiment.learner.checkpoint.export,
+        epochs=experiment.data.epochs if parts.feed.used_up else None,
     )
 
 

@@ -13,7 +13,7 @@ import torch
 from learner_runs import STEPS, Run, assert_same, begin, continued, learn, learning, make_model
 from safetensors.torch import load_file
 
-from learner import conversion
+from learner import conversion, ending
 from learner.config import ParallelConfig
 
 pytestmark = pytest.mark.slow
@@ -280,6 +280,31 @@ def test_a_finished_run_is_told_before_anybody_is_waited_for_and_goes_on_for_mor
     assert run.log.count("/run is finished, with step 1; to train on, raise learner.steps") == 1
     assert run.told("sent") == [0, 1, 1, 2], "to the servers of the first start, and of the third"
     assert run.told("finished") == [1, 2]
+
+
+def test_a_run_whose_data_ended_exports_alone_when_asked_to_later_and_goes_on_for_more_epochs(
+    tmp_path, model
+):
+    """Nobody is waited for to export, since the buffer has ended."""
+    ended = Run(tmp_path, model, options={"ends_at": 2}, steps=4)
+    exported = Run(tmp_path, model, steps=5, checkpoint={"export": True})
+    further = Run(tmp_path, model, steps=3)
+    for run, epochs in ((ended, 1), (exported, 1), (further, 2)):
+        run.experiment["data"] = {"epochs": epochs}
+    learn(1, [ended, exported])
+    assert ended.told("sent") == [0, 1, 2]
+    assert ended.told("finished") == [2]
+    assert "exported the model of step 2, with which the run was finished" in ended.log
+    made = load_file(tmp_path / "run/model/model.safetensors")
+    assert all(torch.equal(ended.weights[name], tensor) for name, tensor in made.items())
+    end = ending.read(tmp_path / "run")
+    assert end == ending.End(step=2, evaluated=False, exported=True, epochs=1)
+    learn(1, [exported])
+    assert "is finished, with step 2; to train on, raise data.epochs" in ended.log
+    learn(1, [further])
+    assert ended.told("finished") == [2, 3]
+    end = ending.read(tmp_path / "run")
+    assert end == ending.End(step=3, evaluated=False, exported=False, epochs=None)
 
 
 def test_two_updates_and_a_reference_give_the_same_numbers_in_every_layout(one, two):

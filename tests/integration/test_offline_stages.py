@@ -434,6 +434,60 @@ def test_a_stage_whose_rows_teach_nothing_is_no_success(data, tmp_path):
     assert not (run.folder / "run/model").exists()
 
 
+def slipstream(run):
+    kind = run.experiment["stage"]["kind"]
+    command = [str(Path(sys.executable).with_name("slipstream")), kind, run.job()["config"]]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+
+
+def test_a_finished_stage_goes_on_for_more_epochs_evaluates_and_exports_when_asked_to_later(data, tmp_path):
+    run = Run(tmp_path / "more", data, "sft", steps=None, batch_size=4, checkpoint={"export": False})
+    few = tmp_path / "few.jsonl"
+    write(few, read(data / "taught.jsonl")[:10])
+    run.experiment["data"] = {"train": {"kind": "jsonl", "path": str(few)}, "epochs": 1}
+    run.experiment["eval"] = None
+    run.experiment["learner"]["optimizer"] = {"lr": 0.01, "schedule": "linear"}
+    assert slipstream(run).returncode == 0
+    assert [(r["step"], r["examples"]) for r in run.rows] == [(1, 4), (2, 4), (3, 2)]
+    assert not run.model.exists()
+    run.experiment["data"]["epochs"] = 2
+    done = slipstream(run)
+    assert done.returncode == 0, done.stdout
+    assert [(r["step"], r["examples"]) for r in run.rows[3:]] == [(4, 4), (5, 4), (6, 2)]
+    rates = [r["lr"] for r in run.rows[3:]]
+    assert rates == pytest.approx([0.004, 0.002, 0.0]), "by all six, the last with min_lr"
+    run.experiment["learner"]["checkpoint"] = {"export": True}
+    assert slipstream(run).returncode == 0
+    exported = run.model / "model.safetensors"
+    made = exported.stat().st_mtime_ns
+    run.experiment["eval"] = {"source": {"kind": "jsonl", "path": str(few)}}
+    done = slipstream(run)
+    assert done.returncode == 0, done.stdout
+    assert run.rows[-1]["step"] == 6
+    assert run.rows[-1]["examples"] == 2, "what training wrote of it is still there"
+    assert run.rows[-1]["eval/loss"] > 0
+    again = exported.stat().st_mtime_ns
+    assert again > made
+    assert slipstream(run).returncode == 0
+    assert exported.stat().st_mtime_ns == again, "nothing is left to do"
+
+
+@pytest.mark.parametrize(("first", "fails"), [([1, 1], True), ([1, 0], False)])
+def test_whether_anything_was_trained_counts_over_stops(data, tmp_path, first, fails):
+    """The rows behind the stop teach nothing, those of the first step before it may have."""
+    run = Run(tmp_path / "stopped", data, "reward", steps=3, batch_size=4, checkpoint={"every": 1})
+    rows = tmp_path / "rows.jsonl"
+    row = {"prompt": "a", "response": ["b", "c"]}
+    write(rows, [row | {"score": first}] * 4 + [row | {"score": [1, 1]}] * 8)
+    run.experiment["data"] = {"train": {"kind": "jsonl", "path": str(rows)}, "shuffle": False}
+    run.kill_at = 3
+    train(1, [run], killed=True)
+    ended = slipstream(run)
+    assert ended.returncode == int(fails), ended.stdout
+    assert ("not one of 3 steps changed the weights" in ended.stdout) == fails
+    assert run.model.exists() != fails
+
+
 def test_a_killed_rank_is_told_in_lines_and_not_by_the_others_traceback(data, tmp_path):
     run = Run(tmp_path / "lost", data, "sft", steps=100_000)
     run.experiment["learner"]["processes"] = 2

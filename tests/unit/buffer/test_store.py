@@ -1,5 +1,6 @@
 import json
 from contextlib import suppress
+from dataclasses import replace
 
 import pytest
 
@@ -474,6 +475,27 @@ def test_the_run_ends_with_the_final_evaluation_alone(bench, group, caplog):
         b.lease(1)
     b.store.reopen(steps=2)
     assert [x.kind for x in b.lease(1)] == ["train"]
+
+
+def test_evaluations_added_to_a_finished_run_are_made_of_its_last_version(bench, group):
+    b = bench()
+    b.do(lambda s: s.published(0))
+    b.do(lambda s: s.published(1))
+    b.do(lambda s: s.finish(1))
+    b.store.reopen(steps=1)
+    with pytest.raises(RunFinished):
+        b.lease(1)
+    b.sources = replace(b.sources, eval_rows=[{"prompt": "e0"}, {"prompt": "e1"}])
+    b.reopen()
+    b.store.reopen(steps=1)
+    leases = b.lease(10)
+    assert {x.kind for x in leases} == {"eval"}
+    assert b.store.database.run("SELECT version, final FROM evals").fetchall() == [(1, 1)]
+    for lease in leases:
+        assert b.deliver(group(lease))
+    b.store.reopen(steps=1)
+    with pytest.raises(RunFinished):
+        b.lease(1)
 
 
 def test_a_run_whose_data_ended_goes_on_with_more_epochs_only(bench, group):

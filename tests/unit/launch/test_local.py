@@ -12,6 +12,7 @@ import textwrap
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,7 @@ from launch import local, services
 from launch.experiment import read
 from launch.history import History
 from launch.supervisor import Failure, Service
+from learner import ending
 
 OVERRIDES = ["buffer.address=tcp://127.0.0.1:0", "sync.address=tcp://127.0.0.1:0"]
 
@@ -36,8 +38,10 @@ FINISHES = """
             file.write(json.dumps({"step": step, "time": step, "time/step": 1.0, "reward/mean": 0.5}) + "\\n")
     scores = [{"kind": "score", "version": v, "score": s} for v, s in ((0, 0.2), (2, 0.9))]
     (run_dir / "eval.jsonl").write_text("".join(json.dumps(s) + "\\n" for s in scores))
-    (run_dir / "model").mkdir()
+    (run_dir / "model").mkdir(exist_ok=True)
     (run_dir / "model" / "config.json").write_text("{}")
+    end = {"step": step, "evaluated": True, "exported": True, "epochs": None, "over": True}
+    (run_dir / "finished.json").write_text(json.dumps(end))
 """
 EVALUATES_LATER = (
     FINISHES.replace("(2, 0.9)", "(1, 0.9)")
@@ -49,7 +53,7 @@ EVALUATES_LATER = (
 FAILS = "raise SystemExit('the engine could not start: out of memory')"
 STOPS_EARLY = FINISHES.replace("(1, 2)", "(1,)")
 DATA_ENDS = (
-    STOPS_EARLY.replace("(2, 0.9)", "(1, 0.9)")
+    STOPS_EARLY.replace("(2, 0.9)", "(1, 0.9)").replace('"epochs": None', '"epochs": 2')
     + """
     (run_dir / "data_end.json").write_text('{"step": 1}')
 """
@@ -139,7 +143,10 @@ def test_a_server_that_something_else_ended_in_order_ends_the_run(start, learner
     assert re.search(r"rollout ended at step [02] of 2", output)
 
 
-def test_a_run_whose_data_ends_first_is_finished(start, config_file):
+def test_a_run_whose_data_ends_first_is_finished_until_there_is_more_of_it(start, config_file):
+    more = yaml.safe_load(config_file.read_text())
+    more["data"]["epochs"] = 2
+    config_file.write_text(yaml.safe_dump(more))
     code, output = start(DATA_ENDS)
     assert code == 0
     assert "; the data ended behind them" in output
@@ -147,10 +154,10 @@ def test_a_run_whose_data_ends_first_is_finished(start, config_file):
     code, output = start(FAILS)
     assert code == 0
     assert "is finished. To train on, raise data.epochs" in output
-    more = yaml.safe_load(config_file.read_text())
     more["data"]["epochs"] = 3
     config_file.write_text(yaml.safe_dump(more))
-    assert start(FAILS)[0] == 1, "there is more of it now"
+    for _ in range(2):  # that it was started with them already changes nothing
+        assert start(FAILS)[0] == 1, "there is more of it now"
 
 
 @pytest.mark.parametrize("server", [STAYS, "import time; time.sleep(600)"])
@@ -382,9 +389,14 @@ def test_unfinished_means_steps_evaluation_or_model_are_missing(make_run, config
         history.refresh()
         return local.is_finished(experiment, history)
 
+    end = ending.End(step=24, evaluated=True, exported=True, epochs=None)
     assert not finished()
     (run_dir / "model").mkdir()
     (run_dir / "model" / "config.json").write_text("{}")
+    for other in (replace(end, exported=False), replace(end, step=12)):
+        ending.write(run_dir, other)
+        assert not finished(), "the model is of an earlier end"
+    ending.write(run_dir, end)
     assert finished()
     scores = (run_dir / "eval.jsonl").read_text().splitlines(keepends=True)
     (run_dir / "eval.jsonl").write_text("".join(s for s in scores if json.loads(s)["version"] < 24))

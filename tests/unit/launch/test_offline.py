@@ -2,6 +2,7 @@
 
 import io
 import json
+from dataclasses import replace
 
 import pytest
 import yaml
@@ -11,7 +12,8 @@ from launch.history import History
 from launch.local import tell_resuming
 from launch.offline import ProgressLine, is_finished, read_stage
 from launch.report import write_report
-from learner.offline.config import OfflineLearnerConfig
+from learner import ending
+from learner.offline.config import OfflineExperiment
 
 
 @pytest.fixture
@@ -49,14 +51,55 @@ def test_the_report_has_before_and_after_and_the_pictures(run_dir):
     assert "![loss](loss.png)" in (run_dir / "report" / "summary.md").read_text()
 
 
-def test_a_stage_is_finished_when_its_steps_are_made_and_the_model_is_there(run_dir):
-    learner = OfflineLearnerConfig(steps=3)
-    assert not is_finished(run_dir, history(run_dir), learner)
+def stage(run_dir, **changes):
+    data = {"train": {"kind": "jsonl", "path": "rows.jsonl"}, "epochs": changes.pop("epochs", None)}
+    learner = {"steps": changes.pop("steps", None), "checkpoint": {"export": changes.pop("export", True)}}
+    fields = {"name": "made", "run_dir": str(run_dir), "model": {"path": "model"}, "stage": {"kind": "sft"}}
+    return OfflineExperiment.model_validate(fields | {"data": data, "learner": learner} | changes)
+
+
+@pytest.fixture
+def over(run_dir):
+    """Its end, and the model."""
+    ending.write(run_dir, END)
     (run_dir / "model").mkdir()
     (run_dir / "model" / "config.json").write_text("{}")
-    assert is_finished(run_dir, history(run_dir), learner)
-    assert is_finished(run_dir, history(run_dir), OfflineLearnerConfig())
-    assert not is_finished(run_dir, history(run_dir), OfflineLearnerConfig(steps=4))
+    return run_dir
+
+
+END = ending.End(step=3, evaluated=False, exported=True, epochs=None)
+
+
+def test_a_stage_is_finished_when_its_steps_are_made_and_the_model_is_there(over):
+    assert is_finished(stage(over, steps=3), history(over))
+    assert is_finished(stage(over, steps=2), history(over))
+    assert not is_finished(stage(over, steps=4), history(over))
+    (over / "model" / "config.json").unlink()
+    assert not is_finished(stage(over, steps=3), history(over))
+    (over / ending.FINISHED).unlink()
+    assert not is_finished(stage(over, steps=3, export=False), history(over))
+
+
+@pytest.mark.parametrize(("epochs", "finished"), [(1, True), (2, True), (3, False)])
+def test_more_epochs_go_on_with_a_stage_whose_data_ended(over, epochs, finished):
+    ending.write(over, replace(END, epochs=2))
+    assert is_finished(stage(over, epochs=epochs), history(over)) is finished
+    assert is_finished(stage(over, epochs=epochs, steps=9), history(over)) is finished
+
+
+def test_an_evaluation_or_an_export_that_was_added_is_still_to_be_made(over):
+    rows = {"source": {"kind": "jsonl", "path": "rows.jsonl"}}
+    assert not is_finished(stage(over, steps=3, eval=rows), history(over))
+    ending.write(over, replace(END, exported=False, evaluated=True))
+    assert is_finished(stage(over, steps=3, eval=rows, export=False), history(over))
+    assert not is_finished(stage(over, steps=3), history(over)), "the model is of an earlier end"
+
+
+def test_a_model_of_before_further_steps_is_not_the_last_ones(over):
+    with (over / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"step": 4, "steps": 4}) + "\n")
+    assert not is_finished(stage(over, steps=4), history(over))
+    assert not is_finished(stage(over, steps=3), history(over))
 
 
 def test_without_a_terminal_every_step_is_a_line(run_dir, capsys):

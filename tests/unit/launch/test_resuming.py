@@ -9,12 +9,15 @@ from pathlib import Path
 import pytest
 import yaml
 from rich.console import Console
+from safetensors.numpy import load_file, save_file
 
 from buffer.prompts import EVAL_SEED, load_rows, open_prompts
 from buffer.store import Sources, Store
 from launch import local, resuming
-from launch.experiment import read
+from launch.experiment import dump, read
+from learner import ending
 from learner.checkpoint_files import complete
+from learner.reference.fingerprint import fingerprint
 from learner.resuming import shape_of
 
 ADDRESSES = ["buffer.address=tcp://127.0.0.1:0", "sync.address=tcp://127.0.0.1:0"]
@@ -188,6 +191,53 @@ def test_batches_that_the_buffer_forgot(stopped):
     write_checkpoint(again(), 1)
     with pytest.raises(ValueError, match="checkpoint step-000001: bring back the checkpoint of step 2"):
         resuming.check(again())
+
+
+@pytest.fixture
+def finished(stopped):
+    """It, once it is finished; `local.run` of it, and its experiment."""
+    again, run_dir = stopped
+    e = again("eval=null", "learner.steps=4")
+    write_checkpoint(e, 4, start=fingerprint(e.model, None))
+    (run_dir / "config.yaml").write_text(dump(e))
+    (run_dir / "metrics.jsonl").write_text('{"step": 4, "time": 1, "time/step": 1.0}\n')
+    (run_dir / "model").mkdir()
+    (run_dir / "model" / "config.json").write_text("{}")
+    ending.write(run_dir, ending.End(step=4, evaluated=False, exported=True, epochs=None))
+    output = io.StringIO()
+
+    def run():
+        return local.run(e, "slipstream run it.yaml", Console(file=output, width=200), nothing_starts)
+
+    return run, e, output
+
+
+def test_a_finished_run_whose_start_was_trained_again_is_not_told_as_this_one(finished):
+    """As the old `rl` of a pipeline whose `sft` was trained again."""
+    run, e, output = finished
+    assert run() == 0
+    assert "is finished. To train on" in output.getvalue()
+    file = Path(e.model.path) / "model.safetensors"
+    kept = file.read_bytes()
+    save_file({n: t + 1 for n, t in load_file(file).items()}, file)
+    with pytest.raises(ValueError, match=r"run: finished, but started from other weights than .*/model has"):
+        run()
+    with pytest.raises(ValueError, match=r"bring them back, or train again in another run_dir$"):
+        resuming.check(e, ["learner"])
+    longer = e.model_copy(update={"learner": e.learner.model_copy(update={"steps": 5})})
+    resuming.check(longer, ["learner"])  # it goes on from weights of its own
+    file.write_bytes(kept)
+    assert run() == 0
+
+
+def test_a_finished_run_is_told_under_another_dtype_and_where_its_start_is_not_known(finished):
+    run, e, _ = finished
+    other = e.model.model_copy(update={"dtype": "float32"})
+    resuming.check_start(e.model_copy(update={"model": other}))
+    write_checkpoint(e, 4)
+    file = Path(e.model.path) / "model.safetensors"
+    save_file({n: t + 1 for n, t in load_file(file).items()}, file)
+    assert run() == 0
 
 
 def test_weights_that_were_made_by_convert(stopped):

@@ -1,6 +1,7 @@
 """When a learner that is started again has nothing to do."""
 
 import shutil
+from dataclasses import replace
 
 import pytest
 
@@ -8,6 +9,7 @@ from buffer.evaluations import EVALUATIONS
 from learner import ending
 from learner.config import LearnerExperiment
 
+END = ending.End(step=4, evaluated=True, exported=True, epochs=None)
 EVALUATED = {"eval": {"source": {"kind": "jsonl", "path": "rows.jsonl"}}}
 
 
@@ -33,7 +35,7 @@ def over(experiment, tmp_path):
         (tmp_path / f"checkpoints/step-00000{step}/meta.json").write_text("{}")
     (tmp_path / "model").mkdir()
     (tmp_path / "model/config.json").write_text("{}")
-    ending.write(experiment(**EVALUATED), 4)
+    ending.write(tmp_path, END)
     return tmp_path
 
 
@@ -47,7 +49,8 @@ def test_a_run_is_finished_once_the_buffer_said_so(experiment, over):
 
 def test_a_learner_killed_during_the_last_evaluation_finds_that_it_was_made(experiment, over):
     """Buffer and servers end after it, and whoever waits for them waits for ever."""
-    (over / ending.FINISHED).unlink()
+    ending.write(over, replace(END, evaluated=False, over=False))
+    assert ending.finished_step(experiment()) == 0, "the buffer may not have been told"
     scores = over / EVALUATIONS
     scores.write_text('{"kind": "score", "version": 2, "final": false}\n')
     assert ending.finished_step(experiment(**EVALUATED)) == 0
@@ -66,15 +69,50 @@ def test_there_is_more_to_do_for_more_steps_and_where_anything_is_missing(experi
     assert ending.finished_step(experiment(steps=5)) == 0
     shutil.rmtree(over / "model")
     assert ending.finished_step(experiment()) == 0
+    assert ending.unexported_step(experiment()) == 4
     assert ending.finished_step(experiment(export=False)) == 4
     shutil.rmtree(over / "checkpoints/step-000004")
     assert ending.finished_step(experiment(export=False)) == 0, "it goes on from step 2"
 
 
 def test_an_evaluation_that_was_added_is_still_to_be_made(experiment, over):
-    ending.write(experiment(), 4)
+    ending.write(over, replace(END, evaluated=False))
     assert ending.finished_step(experiment()) == 4
     assert ending.finished_step(experiment(**EVALUATED)) == 0
+    assert ending.unexported_step(experiment(**EVALUATED)) == 0, "the buffer has to be there for that"
+
+
+def test_a_model_of_an_earlier_end_is_not_that_of_the_last_step(experiment, over):
+    """As where further steps were made with learner.checkpoint.export=false."""
+    ending.write(over, replace(END, exported=False))
+    assert ending.finished_step(experiment(export=False)) == 4
+    assert ending.finished_step(experiment()) == 0
+    assert ending.unexported_step(experiment()) == 4
+    assert ending.unexported_step(experiment(export=False)) == 0
+    assert ending.unexported_step(experiment(steps=5)) == 0, "it is made after the further steps"
+
+
+def test_an_end_that_further_steps_were_made_behind_is_none(experiment, over):
+    (over / "checkpoints/step-000006").mkdir()
+    (over / "checkpoints/step-000006/meta.json").write_text("{}")
+    assert ending.finished_step(experiment()) == 0
+    assert ending.unexported_step(experiment()) == 0
+
+
+@pytest.mark.parametrize(("epochs", "step"), [(1, 4), (2, 4), (3, 0), (None, 0)])
+def test_a_run_whose_data_ended_is_over_until_there_is_more_of_it(experiment, over, epochs, step):
+    ending.write(over, replace(END, epochs=2))
+    assert ending.finished_step(experiment(steps=9, data={"epochs": epochs})) == step
+
+
+def test_more_epochs_do_not_prolong_a_run_that_made_its_steps(experiment, over):
+    assert ending.finished_step(experiment(data={"epochs": 3})) == 4
+    assert ending.finished_step(experiment(steps=9, data={"epochs": 3})) == 0
+
+
+def test_an_end_of_an_older_version_is_taken_for_one(experiment, over):
+    (over / ending.FINISHED).write_text('{"step": 4, "evaluated": true}')
+    assert ending.finished_step(experiment(**EVALUATED)) == 4
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{", '{"step": 4}', "[" * 100_000])

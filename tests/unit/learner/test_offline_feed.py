@@ -86,6 +86,33 @@ def test_the_last_epoch_ends_the_data_and_says_so(as_rank, tmp_path):
     assert not feed(tmp_path).used_up
 
 
+def test_more_epochs_have_steps_for_every_row_behind_a_last_one_that_was_short(as_rank, tmp_path):
+    once = feed(tmp_path, epochs=1)
+    while not once.used_up:
+        once.next()
+    twice = feed(tmp_path, epochs=2)
+    twice.seek(once.position)
+    assert twice.steps(3) == 6
+    taken = [len(prompts(twice.next())) for _ in range(3)]
+    assert taken == [3, 3, 1]
+    assert twice.used_up
+    assert twice.steps(6) == 6
+
+
+def test_skipped_rows_do_not_change_how_many_steps_are_planned(as_rank, tmp_path):
+    """The learning rate's schedule goes by them: a run that was stopped goes on by the same."""
+    path = tmp_path / "rows.jsonl"
+    good = '{"prompt": "a", "response": ["a", "b"], "score": [1, 0]}\n'
+    path.write_text(good + "not JSON\n" * 4 + good * 7)
+    train = {"kind": "jsonl", "path": str(path)}
+    data = DataConfig.model_validate({"train": train, "epochs": 1, "on_bad_row": "skip", "shuffle": False})
+    rows_left_out = ExampleFeed(open_stream(data, 1, "reward"), Letters(), STAGE, 3, 1)
+    assert rows_left_out.steps() == 4
+    rows_left_out.next()
+    assert rows_left_out.position["counts"] == {"bad_row": 4}
+    assert rows_left_out.steps(1) == 4
+
+
 def test_rows_that_cannot_be_read_are_counted_once_over_all_ranks(as_rank, tmp_path):
     path = tmp_path / "rows.jsonl"
     lines = ['{"prompt": "a", "response": ["a", "b"], "score": [1, 0]}', "not JSON"] * 3
