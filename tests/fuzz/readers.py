@@ -151,6 +151,14 @@ def spelled_group(frames: Frames) -> Frames:
     return [msgpack.packb(tree), arrays[:place], np.repeat(labels, lengths).tobytes()]
 
 
+def in_one_line(frames: Frames) -> Frames:
+    """A control message whose reason is fit to be logged, and no longer than it may be."""
+    tree = msgpack.unpackb(frames[0])
+    if isinstance(tree.get("reason"), str):
+        tree["reason"] = sync_wire.one_line(tree["reason"])[:4096]
+    return [msgpack.packb(tree)]
+
+
 def spelled_batch(frames: Frames) -> Frames:
     header, *taken = frames
     return [
@@ -203,6 +211,7 @@ READERS = {
         lambda frames: sync_wire.decode(frames[0]),
         lambda message: [sync_wire.encode(message)],
         sync_wire.WireError,
+        spelled=in_one_line,
     ),
     "scorer_requests": Reader(
         [*packed([SCORER[0], SCORER[2]]), *packed([SCORER[1]], *IDS)],
