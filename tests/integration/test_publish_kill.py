@@ -1,11 +1,11 @@
-"""kill -9 in the middle of a publish of the real services: of a server, of its engine's worker, of the learner."""
+"""kill -9 in the middle of a bucket that real services send: of a server, of its worker, of the learner."""
 
 import signal
 
 import pytest
 from hand_started import Processes, Services, assert_trained_once, loaded_versions, services
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(900)]
 
 LOOP = '''
 import os
@@ -86,7 +86,9 @@ def test_who_is_killed_in_the_middle_of_a_bucket_costs_nobody_else(make_experime
         wait_for_steps(s, 2)
         s.running = both | s.running
         (ended,) = [name for name, process in both.items() if process.poll() is not None]
+        there = len(loaded_versions(s.log(ended)))
         s.start("rollout", ended)
+        s.until(lambda: len(loaded_versions(s.log(ended))) > there)
 
         learner_, buffer_ = s.running.pop("learner"), s.running.pop("buffer")
         kill_in_a_bucket(s, 0)
