@@ -7,24 +7,26 @@ The shapes are those of ChatLearn (query/response/score, prompt, text, eval_func
 import json
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from buffer.chat_rows import (
+    as_plain_messages,
     from_completion,
     from_instruction,
     from_messages,
     from_preference,
     from_turns,
-    with_joined_parts,
 )
 from buffer.dotted import resolve
 from buffer.examples import BadRow, Example, shown
-from buffer.transcripts import ASSISTANT, asked
+from buffer.transcripts import ASSISTANT, asked, unrepeated
 
 Row = dict[str, Any]
 
 AUTO = "auto"
+SURE = 5
+"""The rank above all that `Adapter.rank` gives."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +39,13 @@ class Adapter:
     """Keys it reads beside them where they stand."""
     rank: int = 4
     """Gives way to an adapter of higher rank whose keys are there too."""
+    sure: tuple[str, ...] = ()
+    """Above every rank where all of these are texts: what else stands in the row is its author's."""
+
+    def rank_of(self, rows: Sequence[Row]) -> int:
+        """Of rows that all have its keys."""
+        texts = all(isinstance(row.get(key), str) for row in rows for key in self.sure)
+        return SURE if self.sure and texts else self.rank
 
     def __call__(self, row: Any) -> Example:
         """Read one row.
@@ -53,7 +62,7 @@ class Adapter:
                 raise BadRow(f"{key}: {fault}; read as {self.name}, keys found: {found}")
         if not isinstance(row.get("metadata") or {}, dict):
             raise BadRow(f"metadata: expected an object, got {shown(row['metadata'])}")
-        read = {key: with_joined_parts(row[key]) for key in (*self.keys, *self.also) if key in row}
+        read = {key: as_plain_messages(row[key]) for key in (*self.keys, *self.also) if key in row}
         return self.read(row | read)
 
     def told(self, rows: Sequence[Row]) -> str:
@@ -127,9 +136,11 @@ def _scored(key: str) -> Callable[[Row], Example]:
 
 
 def _pair(prompt: Any, chosen: Any, rejected: Any, row: Row) -> Example:
-    if rejected is None:  # some of DeepSpeed-Chat's own data sets have none: good for SFT
-        return Example(prompt, (chosen,), (1.0,), row)
-    return Example(prompt, (chosen, rejected), (1.0, 0.0), row)
+    # Some of DeepSpeed-Chat's own data sets have no `rejected`: good for SFT.
+    answers = (chosen,) if rejected is None else (chosen, rejected)
+    if all(isinstance(text, str) for text in (prompt, *answers)):
+        prompt, answers = unrepeated(prompt, answers)
+    return Example(prompt, answers, (1.0, 0.0)[: len(answers)], row)
 
 
 def _rejected(key: str) -> Callable[[Row], Example]:
@@ -181,8 +192,15 @@ ADAPTERS: Mapping[str, Adapter] = {
         Adapter("query-rejected", ("query", "response", "rejected"), _rejected("query")),
         Adapter("rejected", ("prompt", "response", "rejected"), _rejected("prompt")),
         Adapter("math", ("prompt", "eval_func", "answer"), _plain),
-        Adapter("deepspeed", ("prompt", "chosen"), _deepspeed, also=("rejected",)),
-        Adapter("transcripts", ("chosen", "rejected"), _transcripts, rank=3),
+        # Its own data sets (Dahoas/rm-static, full-hh-rlhf) have `response` besides, the same as `chosen`.
+        Adapter(
+            "deepspeed",
+            ("prompt", "chosen"),
+            _deepspeed,
+            ("rejected",),
+            sure=("prompt", "chosen", "rejected"),
+        ),
+        Adapter("transcripts", ("chosen", "rejected"), _transcripts, also=("prompt",), rank=3),
         Adapter("prompt-completion", ("prompt", "completion"), from_completion),
         Adapter("alpaca", ("instruction", "output"), from_instruction, also=("input", "system", "history")),
         Adapter("messages", ("messages",), from_messages, rank=2),
@@ -209,25 +227,29 @@ def find(name: str, first_rows: Sequence[Row], where: str) -> Adapter:
         if name not in ADAPTERS:
             raise ValueError(f"adapter {name!r}: expected {AUTO}, {_known()}")
         return ADAPTERS[name]
-    keys = [{k for k, v in row.items() if v is not None} for row in first_rows]
-    best = _fitting(set.intersection(*keys))
+    best = _fitting(first_rows)
     if len(best) == 1:
         return best[0]
     # A few rows that are not like the others (they will be told as bad rows) must not hide what the rest are.
-    votes = Counter(fit[0].name for row in keys if len(fit := _fitting(row)) == 1)
+    votes = Counter(fit[0].name for row in first_rows if len(fit := _fitting([row])) == 1)
     for name, count in votes.most_common(1):
-        if 2 * count >= len(keys):
+        if 2 * count >= len(first_rows):
             return ADAPTERS[name]
     told = f"could be {' or '.join(a.told(first_rows) for a in best)}" if best else "rows of no known shape"
-    found = _listed(sorted(keys[0]))
+    found = _listed(sorted(_keys(first_rows[0])))
     raise ValueError(f"{where}: {told}; keys found: {found}; set `adapter` to one of {_known()}")
 
 
-def _fitting(keys: set[str]) -> list[Adapter]:
-    """The adapters that these keys speak for, the strongest only."""
+def _keys(row: Row) -> set[str]:
+    return {key for key, value in row.items() if value is not None}
+
+
+def _fitting(rows: Sequence[Row]) -> list[Adapter]:
+    """The adapters that the keys of all these rows speak for, the strongest only."""
+    keys = set.intersection(*map(_keys, rows))
     fitting = [a for a in ADAPTERS.values() if set(a.keys) <= keys]
     best = [a for a in fitting if not any(set(a.keys) < set(b.keys) for b in fitting)]
-    return [a for a in best if a.rank == max(b.rank for b in best)]
+    return [a for a in best if a.rank_of(rows) == max(b.rank_of(rows) for b in best)]
 
 
 def _known() -> str:
@@ -255,9 +277,12 @@ def custom(path: str) -> Adapter:
                 responses, scores = tuple(fields["responses"]), tuple(fields["scores"])
             except TypeError as error:
                 raise BadRow(f"{path} returned responses or scores that are no list: {error}") from None
-            made = Example(_prompt(fields["prompt"]), responses, scores, fields["row"], fields["given"])
+            prompt = _prompt(as_plain_messages(fields["prompt"]))
+            made = Example(prompt, responses, scores, fields["row"], fields["given"])
         if not isinstance(made, Example):
             raise BadRow(f"{path} returned {type(made).__name__}; expected an Example or its fields")
+        if isinstance(made.prompt, tuple):
+            return replace(made, prompt=tuple(as_plain_messages(list(made.prompt))))
         return made
 
     return Adapter(path, (), read)

@@ -82,13 +82,16 @@ def from_preference(row: Row) -> Example:
 
 
 def _continued(prompt: Any, begun: Messages) -> Any:
-    """The prompt of a pair: `begun`, which may or may not repeat the row's own `prompt`."""
+    """The prompt of a pair: `begun`, which may or may not repeat the row's own `prompt`, or the end of it."""
     if not begun:
         return tuple(prompt) if isinstance(prompt, list) else prompt
     own = _as_messages(prompt)
-    repeated = own in (begun[: len(own)], begun[len(begun) - len(own) :])
     if isinstance(prompt, list):
-        return begun if repeated else (*own, *begun)
+        if own == begun[-len(own) :]:
+            return begun
+        shared = range(min(len(own), len(begun)), 0, -1)
+        repeated = next((n for n in shared if own[-n:] == begun[:n]), 0)
+        return (*own, *begun[repeated:])
     answers_it = isinstance(begun[0], dict) and begun[0].get("role") == "assistant"
     return (*own, *begun) if prompt and answers_it else begun
 
@@ -103,16 +106,29 @@ def _conversation(before: Messages, messages: Messages, key: str, row: Row) -> E
     return Example((*before, *prompt), answers, (), row, given=len(before))
 
 
-def with_joined_parts(value: Any) -> Any:
-    """Messages with those contents joined that stand as OpenAI's parts and are text throughout; anything else
-    as it is."""
-    if not isinstance(value, list):
-        return value
-    return [{**m, "content": "".join(p["text"] for p in m["content"])} if _in_parts(m) else m for m in value]
+def as_plain_messages(value: Any) -> Any:
+    """The chat messages, or turns, in a list as every reader and template is to see them; what is none stays
+    as it is.
+
+    A key that is null goes, but for the two of every message: Hugging Face `datasets` and parquet give each
+    message every key that any has, and a template that finds `tool_calls` takes it for a call. Content that
+    stands as OpenAI's parts, and is text throughout, is joined.
+    """
+    return [_plain_message(m) for m in value] if isinstance(value, list) else value
 
 
-def _in_parts(message: Any) -> bool:
-    parts = message.get("content") if isinstance(message, dict) else None
+def _plain_message(message: Any) -> Any:
+    if not isinstance(message, dict) or not {"role", "from"} & set(message):
+        return message
+    # Content that is null beside a call of a tool is what some templates look for.
+    said: Row = {
+        key: value for key, value in message.items() if value is not None or key in ("role", "content")
+    }
+    return {**said, "content": "".join(p["text"] for p in said["content"])} if _in_parts(said) else said
+
+
+def _in_parts(message: Row) -> bool:
+    parts = message.get("content")
     return (
         isinstance(parts, list)
         and parts != []

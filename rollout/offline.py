@@ -1,6 +1,7 @@
 """An engine on one folder of weights, without buffer or learner: what `slipstream generate` and `slipstream
 evaluate` run."""
 
+import hashlib
 import json
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
@@ -9,6 +10,7 @@ from typing import Any, Protocol
 
 import uvloop
 
+from buffer.cache import content
 from buffer.experiment import EvalConfig, PromptSource
 from buffer.pass_rate import part_means, rates
 from buffer.prompts import PromptRows, fingerprint
@@ -16,12 +18,13 @@ from buffer.rendering import Renderer
 from buffer.stream import check, open_sources
 from buffer.tokenizers import load_tokenizer
 from buffer.whole_file import write_whole
-from rollout.config import ModelReward, PredictionExperiment
+from rollout.config import ModelReward, PredictionExperiment, Reward
 from rollout.groups import SamplingPlan, evaluation_plan
 from rollout.prediction import Line, Output, Predictor, Row, predict
 from rollout.scorer.folder import model_reward
 from rollout.scorer.local import LocalScorer, open_model
 from rollout.total_reward import open_rewards
+from sync.expected import weight_files
 
 
 class Told(Protocol):
@@ -130,7 +133,7 @@ async def _predict(
     system_prompt = experiment.data.system_prompt if experiment.data else None
     tokenizer = load_tokenizer("model.path", model.path)
     renderer = Renderer(tokenizer, model.max_length, system_prompt)
-    output = Output(path, _settings(experiment, rows, plan, scored))
+    output = Output(path, settings_of(experiment, rows, plan, scored))
     if output.begin() == len(rows):
         return
     told.starts()
@@ -160,11 +163,23 @@ async def _predict(
         )
 
 
-def _settings(
+def settings_of(
     experiment: PredictionExperiment, rows: Sequence[Row] | Any, plan: SamplingPlan, scored: bool
 ) -> dict[str, Any]:
+    """All that the lines of an output depend on, plain JSON.
+
+    Args:
+        experiment: Its model, rewards, system prompt, seed.
+        rows: The data.
+        plan: Of the sampling.
+        scored: Whether there are rewards in the lines.
+
+    Raises:
+        ValueError: The weights of the model, or of a reward model in the sum, cannot be read.
+    """
     return {
         "model": str(Path(experiment.model.path).resolve()),
+        "weights": weights_of(experiment.model.path),
         "max_length": experiment.model.max_length,
         "data": fingerprint(rows),
         "system_prompt": experiment.data.system_prompt if experiment.data else None,
@@ -175,8 +190,29 @@ def _settings(
         "max_tokens": plan.max_tokens,
         "stop": list(experiment.rollout.sampling.stop),
         "episode": experiment.rollout.episode,
-        "rewards": {n: r.model_dump(mode="json") for n, r in experiment.rollout.rewards.items()}
-        if scored
-        else None,
+        "rewards": {n: _reward(r) for n, r in experiment.rollout.rewards.items()} if scored else None,
         "seed": experiment.seed,
     }
+
+
+def _reward(reward: Reward) -> dict[str, Any]:
+    told = reward.model_dump(mode="json")
+    if isinstance(reward, ModelReward) and reward.weight != 0:
+        told["weights"] = weights_of(reward.model)
+    return told
+
+
+def weights_of(path: str) -> str:
+    """Changes when the model in a folder is trained again, and not when its files are copied or written
+    again as they were. How closely a large file is looked at: `buffer.cache.content`.
+
+    Raises:
+        ValueError: A file of its weights cannot be read.
+    """
+    digest = hashlib.blake2b(digest_size=12)
+    try:
+        for file in weight_files(Path(path)):
+            digest.update(f"{file.name} {content(file)}\n".encode())
+    except OSError as error:
+        raise ValueError(f"{path}: its weights cannot be read: {error}") from None
+    return digest.hexdigest()

@@ -23,6 +23,9 @@ from rollout.total_reward import Answer
 Row = dict[str, Any]
 Line = dict[str, Any]
 
+NOT_TOLD = "not told"
+"""Of a setting that is not there."""
+
 
 class Predictor:
     """Samples the completions of one row, and scores them where there are rewards.
@@ -128,12 +131,41 @@ class Output:
             return 0
         if not beside.exists():
             raise ValueError(f"{self.path}: it is there and nothing was generated into it; write to another")
-        if beside.read_text() != told:
+        if other := unlike(_read(beside), json.loads(told)):
             raise ValueError(
-                f"{self.path}: holds lines made with other settings (see {beside.name}); remove both "
-                "files or write to another"
+                f"{self.path}: holds lines made with other settings: {', '.join(other)}; bring those back, "
+                f"remove it and {beside.name}, or write to another"
             )
         return _cut_to_whole_lines(self.path)
+
+
+def _read(settings: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(settings.read_text())
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(f"{settings}: cannot be read: {error}; remove it and the lines beside it") from None
+    return found if isinstance(found, dict) else {}
+
+
+def unlike(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """Each setting that differs between two nests of them, as `name old → new`."""
+    old, new = _flat(before), _flat(now)
+    names = sorted(name for name in old | new if old.get(name, NOT_TOLD) != new.get(name, NOT_TOLD))
+    return [f"{name} {_told(old, name)} → {_told(new, name)}" for name in names]
+
+
+def _flat(settings: dict[str, Any], place: str = "") -> dict[str, Any]:
+    """By dotted names."""
+    flat: dict[str, Any] = {}
+    for name, value in settings.items():
+        is_nest = isinstance(value, dict) and value
+        flat |= _flat(value, f"{place}{name}.") if is_nest else {f"{place}{name}": value}
+    return flat
+
+
+def _told(settings: dict[str, Any], name: str) -> str:
+    text = json.dumps(settings[name], ensure_ascii=False) if name in settings else NOT_TOLD
+    return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def _cut_to_whole_lines(path: Path) -> int:

@@ -69,6 +69,9 @@ SHAPES = [
      (USER, REPLY, MORE), ("6", "4"), (1.0, 0.0)),
     ("deepspeed", {"prompt": "2+2?", "chosen": [REPLY, MORE, SIX], "rejected": [REPLY, MORE, REPLY]},
      (USER, REPLY, MORE), ("6", "4"), (1.0, 0.0)),
+    ("deepspeed", {"prompt": [SYSTEM, USER], "chosen": [USER, REPLY, MORE, SIX],
+                   "rejected": [USER, REPLY, MORE, REPLY]},
+     (SYSTEM, USER, REPLY, MORE), ("6", "4"), (1.0, 0.0)),
     ("alpaca", {"instruction": "add", "input": "", "output": "4", "text": "all of it"}, "add", ("4",), ()),
     ("alpaca", {"instruction": "add", "input": "2, 2", "output": "4"}, "add\n2, 2", ("4",), ()),
     ("alpaca", {"instruction": "3+3?", "output": "6", "system": "be short", "history": [["2+2?", "4"]]},
@@ -139,6 +142,117 @@ def test_verl_rows_bring_their_answer():
     assert adapter(row) == Example((USER,), (), (), {**row, "answer": "4"})
 
 
+@pytest.mark.parametrize(
+    "beside",
+    [
+        {"response": "a"},
+        {"response": ["a", "b"], "score": [1, 0]},
+        {"query": "q", "response": "a"},
+        {"completion": "a"},
+        {"instruction": "i", "output": "a"},
+        {"eval_func": "math_rule", "answer": "4"},
+        {"data_source": "hh", "reward_model": {"ground_truth": "4"}},
+        {"messages": [USER, REPLY], "conversations": [USER, REPLY]},
+    ],
+    ids=lambda beside: " ".join(beside),
+)
+def test_a_pair_of_texts_is_deepspeeds_whatever_stands_beside_it(beside):
+    row = {"prompt": "p", "chosen": "a", "rejected": "b", **beside}
+    adapter = find("auto", [row] * 3, "data")
+    assert adapter.name == "deepspeed"
+    assert adapter(row) == Example("p", ("a", "b"), (1.0, 0.0), row)
+    without = {**row, "rejected": None}
+    assert find("auto", [without, row, row], "data").name == "deepspeed", "some of its rows have no rejected"
+
+
+def test_chosen_and_rejected_that_are_no_texts_do_not_outrank_what_stands_beside_them():
+    ranked = {"prompt": "p", "response": ["a", "b"], "score": [1, 0], "chosen": 0, "rejected": 1}
+    with pytest.raises(ValueError, match=r"could be prompt-scores .* or deepspeed"):
+        find("auto", [ranked], "data")
+
+
+HUMAN = "\n\nHuman: a\n\nAssistant:"
+LONGER = f"{HUMAN} b\n\nHuman: c\n\nAssistant:"
+
+
+@pytest.mark.parametrize(
+    ("asked", "before", "prompt"),
+    [
+        (HUMAN, HUMAN, HUMAN),
+        (f"{HUMAN} ", HUMAN, f"{HUMAN} "),
+        (HUMAN.strip(), HUMAN, HUMAN.strip()),
+        ("a", HUMAN, HUMAN),
+        (HUMAN, LONGER, LONGER),
+        ("\n\nHuman: c\n\nAssistant:", LONGER, LONGER),
+        (LONGER, LONGER, LONGER),
+        ("Human: a Assistant:", "Human: a Assistant:", "Human: a Assistant:"),
+    ],
+)
+def test_a_conversation_that_answers_repeat_is_the_prompt_alone(asked, before, prompt):
+    gap = "" if prompt.endswith(" ") else " "
+    pair = {"prompt": asked, "chosen": f"{before} yes", "rejected": f"{before} no"}
+    found = ADAPTERS["deepspeed"](pair)
+    assert (found.prompt, found.responses) == (prompt, (f"{gap}yes", f"{gap}no"))
+    alone = ADAPTERS["deepspeed"]({**pair, "rejected": None})
+    assert (alone.prompt, alone.responses) == (prompt, (f"{gap}yes",))
+    other = ADAPTERS["rejected"]({"prompt": asked, "response": pair["chosen"], "rejected": pair["rejected"]})
+    assert (other.prompt, other.responses) == (prompt, (f"{gap}yes", f"{gap}no"))
+
+
+def test_answers_that_part_before_their_last_turn_lose_the_prompt_they_repeat():
+    row = {"prompt": HUMAN, "chosen": f"{LONGER} yes", "rejected": f"{HUMAN} no"}
+    found = find("auto", [row], "data")(row)
+    assert (found.prompt, found.responses) == (HUMAN, (LONGER.removeprefix(HUMAN) + " yes", " no"))
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": "Hi", "chosen": "Hi there!", "rejected": "Hi."},
+        {"prompt": HUMAN, "chosen": f"{HUMAN} yes", "rejected": " no"},
+        {"prompt": "Write a talk", "chosen": f"{HUMAN} yes", "rejected": f"{HUMAN} no"},
+    ],
+)
+def test_answers_that_only_begin_like_the_prompt_stand_as_they_are(row):
+    found = find("auto", [row], "data")(row)
+    assert (found.prompt, found.responses) == (row["prompt"], (row["chosen"], row["rejected"]))
+
+
+def nulls(*messages):
+    """As parquet gives them where another message calls a tool."""
+    return [{"name": None, "tool_calls": None, **message} for message in messages]
+
+
+@pytest.mark.parametrize(
+    ("row", "prompt"),
+    [
+        ({"messages": nulls(USER, REPLY)}, (USER,)),
+        ({"prompt": nulls(USER), "response": "4"}, (USER,)),
+        ({"prompt": nulls(USER), "completion": nulls(REPLY)}, (USER,)),
+        ({"prompt": [USER], "chosen": nulls(USER, REPLY), "rejected": [USER, SIX]}, (USER,)),
+        ({"chosen": nulls(USER, REPLY), "rejected": [USER, SIX]}, (USER,)),
+        ({"conversations": [{**turn, "from": None, "value": None} for turn in (USER, REPLY)]}, (USER,)),
+        ({"data_source": "d", "prompt": nulls(USER), "reward_model": {}}, (USER,)),
+    ],
+    ids=lambda row: " ".join(row) if isinstance(row, dict) else "",
+)
+def test_keys_that_are_null_are_no_part_of_a_message(row, prompt):
+    assert find("auto", [row], "data")(row).prompt == prompt
+    with_prompt = {"prompt": nulls(MORE), "chosen": [MORE, REPLY], "rejected": [MORE, SIX]}
+    assert ADAPTERS["transcripts"](with_prompt).prompt == (MORE,)
+
+
+def test_keys_that_are_null_stay_where_no_message_is():
+    row = {"prompt": "p", "answer": [{"value": 4, "unit": None}]}
+    assert find("auto", [row], "data")(row).row == row
+
+
+def test_a_function_of_ones_own_may_give_messages_as_they_stand():
+    row = {"a": nulls(USER), "b": "r"}
+    for function in ("as_fields", "as_example_of_messages"):
+        assert find(f"{__name__}:{function}", [row], "data")(row).prompt == (USER,)
+
+
 def test_a_shape_no_adapter_knows_is_told_with_its_keys():
     with pytest.raises(
         ValueError, match=r"^a\.json: rows of no known shape; keys found: `inp`, `out`; .*deepspeed"
@@ -204,6 +318,10 @@ def test_a_bad_row_says_which_field_is_wrong(row, reason):
 
 def as_fields(row):
     return {"prompt": row["a"], "responses": [row["b"]], "scores": row.get("scores", ())}
+
+
+def as_example_of_messages(row):
+    return Example(tuple(row["a"]), ("r",), (), row)
 
 
 def as_conversation(row):

@@ -3,13 +3,17 @@
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 import pytest
+from pyarrow import parquet
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from buffer.adapters import find
 from buffer.examples import Example
+from buffer.experiment import FilesSource
 from buffer.rendering import PromptRefused
+from buffer.stream import open_sources
 from learner.offline import service
 from learner.offline.config import OfflineExperiment, SftConfig
 from learner.offline.encoding import Encoder
@@ -202,6 +206,23 @@ def test_a_call_of_a_tool_is_learned_as_the_template_writes_it():
     ids, mask = tokens_and_mask(found)
     assert ids == whole["input_ids"][: len(ids)]
     assert [int(m) for m in mask] == whole["assistant_masks"][: len(ids)]
+
+
+def test_a_conversation_out_of_parquet_is_no_call_because_another_one_is(tmp_path):
+    # As Llama 3's template, which takes what has the key for a call.
+    tokenizer = letters(
+        CALLS.replace("m['tool_calls'] or []", "(m['tool_calls'] if 'tool_calls' in m else [])")
+    )
+    calling = {"role": "assistant", "content": None, "tool_calls": [{"name": "add"}]}
+    calls = [MESSAGES[1], calling, {"role": "tool", "content": "4"}, MESSAGES[2]]
+    rows = [{"messages": MESSAGES[:5]}, {"messages": calls}]
+    parquet.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
+    source = FilesSource(kind="files", path=str(tmp_path / "a.parquet"))
+    (opened,), _ = open_sources(source, 1, "sft", None)
+    assert "tool_calls" in opened.table[0]["messages"][0], "parquet gives it to every message"
+    for place, row in enumerate(rows):
+        found = encoded(tokenizer, opened.example(place))
+        assert tokens_and_mask(found) == tokens_and_mask(encoded(tokenizer, read(row["messages"])))
 
 
 def test_a_template_that_rewrites_earlier_answers_has_none_of_its_additions_learned():

@@ -2,8 +2,11 @@
 
 import asyncio
 import json
+import re
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from buffer.examples import BadRow
 from buffer.rendering import PromptRefused
@@ -79,9 +82,72 @@ def test_lines_of_other_settings_are_not_continued(tmp_path):
     (tmp_path / "own.jsonl").write_text("{}\n")
     with pytest.raises(ValueError, match=r"own\.jsonl: it is there and nothing was generated into it"):
         Output(tmp_path / "own.jsonl", {}).begin()
-    with pytest.raises(ValueError, match=r"out\.jsonl: holds lines made with other settings"):
-        output(path, model="another").begin()
+    expected = (
+        f'{path}: holds lines made with other settings: model "m" → "another", rewards.right.weight not told '
+        '→ 2.0, stop not told → ["."]; bring those back, remove it and out.jsonl.settings.json, or write to '
+        "another"
+    )
+    with pytest.raises(ValueError, match=f"^{re.escape(expected)}$"):
+        output(path, model="another", rewards={"right": {"weight": 2.0}}, stop=["."]).begin()
     assert output(path).begin() == len(ROWS)
+
+
+def test_settings_that_cannot_be_read_are_told_with_their_file(tmp_path):
+    path = tmp_path / "out.jsonl"
+    output(path).begin()
+    (tmp_path / "out.jsonl.settings.json").write_text("{")
+    with pytest.raises(ValueError, match=r"out\.jsonl\.settings\.json: cannot be read: .*remove it"):
+        output(path).begin()
+
+
+def folder_of_weights(path, value, files=2):
+    path.mkdir(exist_ok=True)
+    for number in range(files):
+        save_file({f"w{number}": np.full((3, 5), value, np.float32)}, path / f"{number}.safetensors")
+    return str(path)
+
+
+def test_a_model_trained_again_at_its_place_does_not_go_on_in_the_lines_of_the_one_before(tmp_path):
+    policy, judge, unused = (folder_of_weights(tmp_path / name, 1.0) for name in ("policy", "judge", "none"))
+    rewards = {
+        "right": {"function": "rollout.rewards:exact_number"},
+        "helpful": {"model": judge, "dtype": "float32"},
+        "idle": {"model": unused, "weight": 0, "dtype": "float32"},
+    }
+    sections = {"name": "e", "run_dir": str(tmp_path), "model": {"path": policy}}
+    experiment = PredictionExperiment.model_validate({**sections, "rollout": {"rewards": rewards}})
+
+    def begin(scored):
+        settings = offline.settings_of(experiment, ROWS, SamplingPlan(2, 0.7, 8, 1.0, None), scored)
+        return Output(tmp_path / f"{scored}.jsonl", settings).begin()
+
+    assert begin(scored=True) == begin(scored=False) == 0
+    folder_of_weights(tmp_path / "policy", 1.0)
+    folder_of_weights(tmp_path / "none", 2.0)
+    assert begin(scored=True) == begin(scored=False) == 0, "the same bytes, written again; and nobody's score"
+    folder_of_weights(tmp_path / "judge", 2.0)
+    with pytest.raises(
+        ValueError, match=r'other settings: rewards\.helpful\.weights "\w{24}" → "\w{24}"; bring'
+    ):
+        begin(scored=True)
+    assert begin(scored=False) == 0, "what is generated has no score"
+    folder_of_weights(tmp_path / "judge", 1.0)
+    folder_of_weights(tmp_path / "policy", 1.5)
+    for scored in (True, False):
+        with pytest.raises(ValueError, match=r'other settings: weights "\w{24}" → "\w{24}"; bring'):
+            begin(scored)
+    folder_of_weights(tmp_path / "policy", 1.0, files=3)
+    with pytest.raises(ValueError, match=r'other settings: weights "'):
+        begin(scored=False)
+
+
+def test_weights_that_cannot_be_read_are_told_with_their_folder(tmp_path):
+    path = folder_of_weights(tmp_path / "policy", 1.0)
+    (tmp_path / "policy/model.safetensors.index.json").write_text(
+        '{"weight_map": {"w0": "gone.safetensors"}}'
+    )
+    with pytest.raises(ValueError, match=r"policy: its weights cannot be read: .*gone\.safetensors"):
+        offline.weights_of(path)
 
 
 def test_a_row_that_cannot_be_rendered_gets_its_reason_and_no_completions(tmp_path):
