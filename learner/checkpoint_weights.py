@@ -9,11 +9,13 @@ from typing import Any
 
 import torch
 
+from buffer.experiment import ModelConfig
 from learner.checkpoint_files import EMA, VALUE, named_meta
 from learner.config import LoraConfig, ParallelConfig
 from learner.families import Family, Head
 from learner.lora import FusedFolder, trained_slots
 from learner.megatron_folder import MegatronFolder, StoredTensors
+from learner.reference.fingerprint import fingerprint
 from learner.safetensors_folder import SafetensorsFolder, WholeTensors
 
 
@@ -32,7 +34,7 @@ def open_checkpoint(
         averaged: The moving average of what was trained, in its place.
 
     Raises:
-        ValueError: It is no checkpoint, or the base of its adapters is not there.
+        ValueError: It is no checkpoint, or the base of its adapters is not there, or not what it was.
     """
     meta = named_meta(path)
     folder = path / EMA if averaged else path
@@ -41,6 +43,7 @@ def open_checkpoint(
     base = Path(meta["init_from"] or model or meta["model"])
     if not base.is_dir():
         raise ValueError(f"{path}: its adapters are of the weights in {base}, which is not there")
+    _check_base(path, "adapters", meta.get("start"), meta, model or Path(meta["model"]))
     weights = open_checkpoint(base, family) if meta["init_from"] else SafetensorsFolder(base)
     return _fused(weights, folder, family, meta["lora"], meta["dtype"])
 
@@ -50,11 +53,45 @@ def open_value(path: Path, family: Family, model: Path) -> WholeTensors:
 
     Args:
         model: The folder that it started from.
+
+    Raises:
+        ValueError: It is no checkpoint, or that folder is not what it was below its adapters.
     """
     meta = named_meta(path)
     if not meta.get("value_lora"):
         return MegatronFolder(path / VALUE, family)
+    _check_base(path, "value model's adapters", meta.get("value_start"), meta | {"init_from": None}, model)
     return _fused(SafetensorsFolder(model), path / VALUE, family, meta["value_lora"], meta["dtype"])
+
+
+def _check_base(path: Path, whose: str, start: str | None, meta: dict[str, Any], model: Path) -> None:
+    """Adapters are a difference to the very weights that they were trained on, and add noise to any other.
+
+    Args:
+        path: A checkpoint, for the line.
+        whose: What it has of adapters, for the line.
+        start: Fingerprint of the weights below them; None in an older one, which is not compared. Nor is one
+            above another checkpoint, of which nobody has the model's config any more.
+        meta: Its `dtype`, `model` and `init_from`.
+        model: Folder of the base, or of its config where the base is a checkpoint.
+
+    Raises:
+        ValueError: The base has other weights now.
+    """
+    init_from = meta["init_from"]
+    # Of a checkpoint below them the config counts that the run had, whatever folder describes it today.
+    described = Path(meta["model"]) if init_from and Path(meta["model"]).is_dir() else model
+    if start is None or not described.is_dir():
+        return
+    if fingerprint(ModelConfig(path=str(described), dtype=meta["dtype"]), init_from) == start:
+        return
+    elsewhere = (
+        "" if init_from else "; `slipstream convert megatron-to-hf --model FOLDER` takes them elsewhere"
+    )
+    raise ValueError(
+        f"{path}: its {whose} were trained on other weights than {init_from or model} has now; bring those "
+        f"back{elsewhere}"
+    )
 
 
 def _fused(base: WholeTensors, folder: Path, family: Family, adapters: Any, dtype: str) -> FusedFolder:

@@ -1,11 +1,12 @@
 """Adapters against a dense oracle on Hugging Face's model, in the optimizer, in checkpoints and exported."""
 
 import json
+import shutil
 
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch.func import functional_call
 from transformers import (
     AutoModelForCausalLM,
@@ -16,6 +17,7 @@ from transformers import (
     Qwen3Config,
 )
 
+from buffer.experiment import ModelConfig
 from learner import conversion, convert, parallel
 from learner.adapter import Adapter, without_adapters
 from learner.checkpoint import Checkpoints, Setup
@@ -29,6 +31,7 @@ from learner.offline.encoding import Encoded
 from learner.offline.stages import make_stage
 from learner.offline.trainer import Trainer
 from learner.optimizer import Trainable, make_trainable, set_rates
+from learner.reference.fingerprint import fingerprint
 from learner.reference.local import Reference
 
 SIZES = {
@@ -326,6 +329,86 @@ def test_a_checkpoint_converts_to_what_the_run_exports_and_is_a_start(make, fold
         match="it holds these alone, which are not cut anew; resume from it as it is",
     ):
         conversion.reshard(path, tmp_path / "again", LAYOUT)
+
+
+def trained_again(folder, name="model.layers.1.mlp.up_proj.weight"):
+    tensors = load_file(folder / "model.safetensors")
+    tensors[name] = tensors[name] + 1e-4
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+
+
+def started_from(model, init_from=None):
+    return fingerprint(ModelConfig(path=str(model), dtype="float32"), init_from and str(init_from))
+
+
+def saved(make, run_dir, model, **facts):
+    """A checkpoint of adapters whose run was told that it started from there."""
+    told = {"lora": ALL.model_dump(mode="json"), **facts}
+    setup = Setup("float32", False, 1, 1, 1, 1, "digest", str(model), **told)
+    Checkpoints(run_dir, 2, setup).save(1, make())
+    return run_dir / "checkpoints/step-000001"
+
+
+def test_adapters_are_laid_on_the_weights_they_were_trained_on_alone(make, folders, tmp_path):
+    base, kept = tmp_path / "base", tmp_path / "kept"
+    shutil.copytree(folders / "llama", base)
+    shutil.copytree(base, kept)
+    path = saved(make, tmp_path / "told", base, start=started_from(base))
+    older = saved(make, tmp_path / "older", base)
+    conversion.megatron_to_hf(path, tmp_path / "hf")
+    trained_again(base)
+    reason = (
+        rf"^{path}: its adapters were trained on other weights than {base} has now; bring those back; "
+        r"`slipstream convert megatron-to-hf --model FOLDER` takes them elsewhere$"
+    )
+    with pytest.raises(ValueError, match=reason):
+        conversion.megatron_to_hf(path, tmp_path / "other")
+    assert not (tmp_path / "other").exists()
+    with pytest.raises(ValueError, match=reason):
+        build_model(folders / "llama", LAYOUT, torch.float32, checkpoint=path)
+    conversion.megatron_to_hf(path, tmp_path / "again", kept)
+    assert (tmp_path / "again/model.safetensors").read_bytes() == (
+        tmp_path / "hf/model.safetensors"
+    ).read_bytes()
+    conversion.megatron_to_hf(older, tmp_path / "untold")
+
+
+def test_adapters_above_a_checkpoint_are_laid_on_that_one_alone(make, folders, tmp_path):
+    start, model = tmp_path / "start", tmp_path / "model"
+    shutil.copytree(folders / "llama", model)
+    conversion.hf_to_megatron(model, start, LAYOUT)
+    facts = {"init_from": str(start), "start": started_from(model, start)}
+    path = saved(make, tmp_path, model, **facts)
+    build_model(model, LAYOUT, torch.float32, checkpoint=path)
+    conversion.megatron_to_hf(path, tmp_path / "hf")
+    shutil.rmtree(start)
+    trained_again(model)
+    conversion.hf_to_megatron(model, start, LAYOUT)
+    for use in (
+        lambda: build_model(model, LAYOUT, torch.float32, checkpoint=path),
+        lambda: conversion.megatron_to_hf(path, tmp_path / "other", folders / "llama"),
+    ):
+        with pytest.raises(
+            ValueError, match=f"adapters were trained on other weights than {start} has now; bri"
+        ):
+            use()
+
+
+def test_a_value_models_adapters_are_laid_on_the_weights_they_were_trained_on_alone(make, folders, tmp_path):
+    base = tmp_path / "base"
+    shutil.copytree(folders / "llama", base)
+    facts = {"value_model": str(base), "value_lora": ALL.model_dump(mode="json")}
+    value = build_model(base, LAYOUT, torch.float32, head="score", adapters=ALL)
+    trainable = make_trainable(value, OptimizerConfig(lr=0.05), LAYOUT, None)
+    setup = Setup("float32", False, 1, 1, 1, 1, "digest", str(base), **facts, value_start=started_from(base))
+    Checkpoints(tmp_path, 2, setup).save(1, make(), value=trainable)
+    path = tmp_path / "checkpoints/step-000001"
+    conversion.megatron_to_hf(path, tmp_path / "hf", value=True)
+    trained_again(base)
+    with pytest.raises(
+        ValueError, match=rf"its value model's adapters were trained on other weights than {base} has now"
+    ):
+        conversion.megatron_to_hf(path, tmp_path / "other", value=True)
 
 
 def assert_close(found, expected):
