@@ -66,6 +66,7 @@ def started(digits_model, tmp_path) -> Callable[..., tuple[list[dict[str, Any]],
     return start
 
 
+@pytest.mark.long
 def test_a_reward_of_ones_own_beside_the_rule_of_the_demo(started):
     rows, samples = started("brevity")
     for row in rows:

@@ -119,6 +119,7 @@ def second_reward_model(made_reward_model, tmp_path) -> Path:
     return folder
 
 
+@pytest.mark.long
 def test_a_whole_run_of_the_example_with_a_rule_and_two_reward_models(
     make_experiment, rewards, second_reward_model, free_address
 ):
