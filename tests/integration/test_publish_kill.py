@@ -84,6 +84,7 @@ def test_who_is_killed_in_the_middle_of_a_bucket_costs_nobody_else(make_experime
         both = {name: s.running.pop(name) for name in ("server-0", "server-1")}
         kill_in_a_bucket(s, workers[0])
         wait_for_steps(s, 2)
+        s.until(lambda: any(process.poll() is not None for process in both.values()))
         s.running = both | s.running
         (ended,) = [name for name, process in both.items() if process.poll() is not None]
         there = len(loaded_versions(s.log(ended)))
