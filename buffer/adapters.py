@@ -277,8 +277,7 @@ def custom(path: str) -> Adapter:
                 responses, scores = tuple(fields["responses"]), tuple(fields["scores"])
             except TypeError as error:
                 raise BadRow(f"{path} returned responses or scores that are no list: {error}") from None
-            prompt = _prompt(as_plain_messages(fields["prompt"]))
-            made = Example(prompt, responses, scores, fields["row"], fields["given"])
+            made = Example(_prompt(fields["prompt"]), responses, scores, fields["row"], fields["given"])
         if not isinstance(made, Example):
             raise BadRow(f"{path} returned {type(made).__name__}; expected an Example or its fields")
         if isinstance(made.prompt, tuple):

@@ -69,7 +69,7 @@ def run(experiment: WholeExperiment, command: str, console: Console, plan: Plan 
         history = History(run_dir, live=True)
         history.refresh()
         if is_finished(experiment, history):
-            resuming.check_start(experiment)
+            resuming.check_trained_from(experiment)
             return _tell_finished(experiment, console)
         resuming.check(experiment)
         for service in ("buffer", "learner"):

@@ -121,12 +121,16 @@ def heads_on_cpu(key: str, path: str) -> list[str]:
     heads, hidden, size = (fields.get(k) for k in ("num_attention_heads", "hidden_size", "head_dim"))
     if size is None and isinstance(heads, int) and isinstance(hidden, int) and heads > 0:
         size = hidden // heads
-    if not isinstance(size, int) or size in CPU_HEADS:
-        return []
-    return [
-        f"{key}={path}: attention heads of {size}, and this machine has no GPU; vLLM on CPU computes those "
-        f"of {', '.join(map(str, CPU_HEADS))}"
-    ]
+    why = unserved_on_cpu(size) if isinstance(size, int) else None
+    return [f"{key}={path}: this machine has no GPU, and {why}"] if why else []
+
+
+def unserved_on_cpu(head_size: int) -> str | None:
+    """Why vLLM without a GPU has no attention for heads of this size; None if it has."""
+    if head_size in CPU_HEADS:
+        return None
+    known = ", ".join(map(str, CPU_HEADS))
+    return f"vLLM on CPU computes no attention heads of {head_size}, only those of {known}"
 
 
 def _config(key: str, path: str) -> tuple[dict[str, Any], list[str]]:

@@ -26,7 +26,7 @@ from launch.local import (
     write_config,
 )
 from launch.overview import clock, seconds_left
-from launch.resuming import check_checkpoint, check_start
+from launch.resuming import check_checkpoint, check_trained_from
 from launch.screen import LONGEST_SILENCE_S
 from launch.services import torchrun
 from launch.supervisor import POLL_S, Failure, Service, Supervisor
@@ -86,7 +86,7 @@ def run_stage(experiment: OfflineExperiment, command: str, console: Console) -> 
         history = History(run_dir, live=True)
         history.refresh()
         if is_finished(experiment, history):
-            check_start(experiment)
+            check_trained_from(experiment)
             from launch.report import write_report  # matplotlib: not before it is needed
 
             console.print(write_report(run_dir).text(), highlight=False, markup=False, soft_wrap=True)

@@ -14,7 +14,7 @@ from itertools import groupby
 from pathlib import Path
 
 from launch.experiment import WholeExperiment, read, reward_models
-from launch.model_folder import CPU_HEADS
+from launch.model_folder import unserved_on_cpu
 from learner import budget, families
 from learner.budget import Machine, MicroBatch
 from learner.config import ParallelConfig, TrainingConfig, ValueConfig
@@ -474,9 +474,8 @@ def engine_ranks(
         impossible = f"{engine.tensor_parallel} ranks neither divide {heads} nor are a multiple of them"
     elif not target.gpu and not runs_on_cpu(engine):
         impossible = "vLLM's CPU build cannot serve with pipeline_parallel above 1 and enforce_eager"
-    elif not target.gpu and family.head_dim not in CPU_HEADS:
-        known = ", ".join(map(str, CPU_HEADS))
-        impossible = f"attention heads of {family.head_dim}; vLLM's CPU build computes those of {known}"
+    elif not target.gpu and (why := unserved_on_cpu(family.head_dim)):
+        impossible = why
     elif at_once == 0:
         impossible = f"no room for the KV cache of one sequence of {length} tokens"
     ranks = engines * engine.tensor_parallel * engine.pipeline_parallel

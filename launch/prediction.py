@@ -127,6 +127,7 @@ class ProgressLine:
         """When the first row came, before which the engine started; rates are of those behind it."""
         self._last_line = time.monotonic()
         self._up = threading.Event()
+        self._filler: threading.Thread | None = None
         columns = (
             TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(),
             TextColumn("{task.fields[rate]}"), TimeRemainingColumn(),
@@ -140,12 +141,15 @@ class ProgressLine:
 
     def __exit__(self, *_: object) -> None:
         self._up.set()
+        if self._filler is not None:
+            self._filler.join()
         self._bar.stop()
 
     def starts(self) -> None:
         if not self._console.is_terminal:
             self._console.print(f"{self._doing}: the engine starts, which takes half a minute or so")
-            threading.Thread(target=self._fill_silence, daemon=True).start()
+            self._filler = threading.Thread(target=self._fill_silence, daemon=True)
+            self._filler.start()
 
     def _fill_silence(self) -> None:
         """In a thread: what starts an engine, and the engine, leave the event loop no time."""

@@ -34,7 +34,7 @@ def check(e: WholeExperiment, services: Collection[str] = SERVICES) -> None:
         check_forgotten(run_dir, step)
         end = ending.read(run_dir)
         if end is not None and end.step == step and end.suffices(e.learner.steps, e.data.epochs):
-            check_start(e)
+            check_trained_from(e)
 
 
 def check_checkpoint(e: WholeExperiment | OfflineExperiment) -> int:
@@ -80,7 +80,7 @@ def check_checkpoint(e: WholeExperiment | OfflineExperiment) -> int:
     return int(path.name.removeprefix("step-"))
 
 
-def check_start(e: WholeExperiment | OfflineExperiment) -> None:
+def check_trained_from(e: WholeExperiment | OfflineExperiment) -> None:
     """Of a run that is finished: whether it is what this command would make, of the weights that it names.
     One that is not yet goes on with its own, and where it still measures from its start `check_checkpoint`
     compares that.

@@ -176,7 +176,7 @@ def test_heads_that_vllm_on_cpu_does_not_compute_are_told_before_anything_starts
     shapes = {f"model.layers.{i}.self_attn.{n}_proj.weight": (4, 8) for i in (0, 1) for n in "kv"}
     shapes |= {f"model.layers.{i}.self_attn.{n}_proj.weight": (8, 8) for i in (0, 1) for n in "qo"}
     narrow = f"model.path={make_model('narrow', shapes, **hidden)}"
-    told = "attention heads of 4, and this machine has no GPU; vLLM on CPU computes those of 32, 64"
+    told = "this machine has no GPU, and vLLM on CPU computes no attention heads of 4, only those of 32, 64"
     monkeypatch.setattr(experiment, "has_gpu", lambda: False)
     for services in (["rollout"], ["buffer", "rollout", "scorer", "learner"]):
         with pytest.raises(ConfigError, match=told):

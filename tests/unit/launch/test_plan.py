@@ -383,7 +383,7 @@ def test_a_server_on_cpus_has_heads_of_a_size_that_vllm_computes_there():
         EngineConfig(kv_cache_gib=4),
     )
     found = [engine_ranks("rank", 1, odd, engine, 2, 64, Target(gpu)).impossible for gpu in (False, True)]
-    assert str(found[0]).startswith("attention heads of 72; vLLM's CPU build computes those of 32, 64")
+    assert str(found[0]).startswith("vLLM on CPU computes no attention heads of 72, only those of 32, 64")
     assert found[1] is None
 
 

@@ -233,7 +233,7 @@ def test_a_finished_run_whose_start_was_trained_again_is_not_told_as_this_one(fi
 def test_a_finished_run_is_told_under_another_dtype_and_where_its_start_is_not_known(finished):
     run, e, _ = finished
     other = e.model.model_copy(update={"dtype": "float32"})
-    resuming.check_start(e.model_copy(update={"model": other}))
+    resuming.check_trained_from(e.model_copy(update={"model": other}))
     write_checkpoint(e, 4)
     file = Path(e.model.path) / "model.safetensors"
     save_file({n: t + 1 for n, t in load_file(file).items()}, file)
