@@ -36,7 +36,7 @@ HANDSHAKES = (
     | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
     | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 )
-EVENTS = HANDSHAKES | zmq.EVENT_DISCONNECTED
+EVENTS = HANDSHAKES | zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
 
 Answer = tuple[dict[str, Any], list[memoryview]]
 """A reply's fields and the raw frames behind it."""
@@ -242,6 +242,10 @@ class Requester:
             event = await recv_monitor_message(self._monitor)
             if event["event"] == zmq.EVENT_DISCONNECTED:
                 self._apart_since = self._apart_since or time.monotonic()
+                continue
+            if event["event"] == zmq.EVENT_CLOSED:
+                # Nobody listens: a handshake that was cut off before came from one who was ending.
+                self._turned_away = False
                 continue
             self._turned_away = event["event"] != zmq.EVENT_HANDSHAKE_SUCCEEDED
             if self._turned_away:

@@ -114,3 +114,30 @@ def test_a_service_that_is_back_and_busy_is_not_told_of_for_what_is_asked_since(
         service.close()
 
     asyncio.run(go())
+
+
+def test_keys_are_under_suspicion_only_while_somebody_ends_handshakes(address, caplog):
+    async def go():
+        connected = asyncio.Event()
+
+        async def hang_up(_, writer):
+            writer.close()
+            connected.set()
+
+        port = int(address.rpartition(":")[2])
+        listener = await asyncio.start_server(hang_up, "127.0.0.1", port)
+        async with Requester("model", address, decode, logging.getLogger("learner")) as requester:
+            asked = ask(requester, "one")
+            await asyncio.wait_for(connected.wait(), PATIENCE_S)
+            await says(caplog, "(security.keys) may not match")
+            listener.close()
+            await listener.wait_closed()
+            # Attempts may be under way that were let in before.
+            until = time.monotonic() + PATIENCE_S
+            while caplog.messages[-1].endswith("may not match"):
+                assert time.monotonic() < until, "nobody is there, and keys are blamed"
+                await asyncio.sleep(0.02)
+            asked.cancel()
+            await asyncio.wait([asked])
+
+    asyncio.run(go())
