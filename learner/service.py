@@ -8,7 +8,7 @@ import secrets
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -183,25 +183,16 @@ def _export_alone(
     (step,) = collectives.broadcast_numbers([asked])
     if not step:
         return False
-    check_start(experiment)
-    policy = build(experiment, experiment.learner.lora)
-    trainable = make_trainable(policy, experiment.learner.optimizer, experiment.learner.parallel,
-                               experiment.learner.ema)  # fmt: skip
-    critic = _critic(experiment, stop, stack)
-    value = critic.state if critic is not None else None
-    weights = fingerprint(experiment.model, experiment.learner.init_from)
+    trained = _trained(experiment, stop, stack)
     run_dir = Path(experiment.run_dir)
-    checkpoints = Checkpoints(
-        run_dir, experiment.learner.checkpoint.keep, checkpoint_setup(experiment, weights)
-    )
-    if checkpoints.resume(trainable, value) != step:
+    if trained.checkpoints.resume(trained.policy, trained.value) != step:
         raise ValueError(
             f"{run_dir}: the run is over and its model is to be exported, but the checkpoint of step {step} "
             "is damaged; restore it, or raise learner.steps to train on from the one before"
         )
     stillness.see("exporting")
-    export_value(experiment, value)
-    export(experiment, trainable)
+    export_value(experiment, trained.value)
+    export(experiment, trained.policy)
     stillness.end()
     end = ending.read(run_dir)
     if parallel.rank() == 0 and end is not None:
@@ -266,18 +257,13 @@ def _assemble(
             "learner.optimizer.warmup_steps=%d is more than learner.steps=%d: the rate never reaches lr",
             warmup, learner.steps,
         )  # fmt: skip
-    check_start(experiment)
     # The data is opened before the model: a mistake in it is told at once.
     texts = _texts(experiment)
-    policy = build(experiment, learner.lora)
-    trainable = make_trainable(policy, learner.optimizer, learner.parallel, learner.ema)
-    critic = _critic(experiment, stop, stack)
-    weights = fingerprint(experiment.model, learner.init_from)
-    reference = _reference(experiment, trainable, weights, stop, stack)
-    updater = Updater(experiment, trainable, reference, critic, texts)
-    setup = checkpoint_setup(experiment, weights)
-    checkpoints = Checkpoints(run_dir, learner.checkpoint.keep, setup)
-    version = checkpoints.resume(trainable, updater.value_state)
+    trained = _trained(experiment, stop, stack)
+    trainable, checkpoints = trained.policy, trained.checkpoints
+    reference = _reference(experiment, trainable, trained.start, stop, stack)
+    updater = Updater(experiment, trainable, reference, trained.critic, texts)
+    version = checkpoints.resume(trainable, trained.value)
     if version:
         updater.restore(checkpoints.position(version))
     is_source = parallel.rank() == parallel.model_parallel_source()
@@ -293,6 +279,39 @@ def _assemble(
     reporter = Reporter(journal, experiment, counted, feed.wasted)
     stack.callback(reporter.close)
     return Flow(experiment, trainable, updater, feed, publishing, checkpoints, reporter, stop, version)
+
+
+@dataclass(frozen=True)
+class _Trained:
+    """What a run trains, and what holds it."""
+
+    policy: Trainable
+    critic: ValueModel | None
+    checkpoints: Checkpoints
+    start: str
+    """Fingerprint of the weights that the policy starts from."""
+
+    @property
+    def value(self) -> ValueState | None:
+        """What the checkpoints hold of the value model."""
+        return self.critic.state if self.critic is not None else None
+
+
+def _trained(experiment: LearnerExperiment, stop: StopFlag, stack: ExitStack) -> _Trained:
+    """As at the run's start; what a checkpoint holds is still to be read.
+
+    Raises:
+        ValueError: What `check_start` refuses, and `build_model`.
+    """
+    check_start(experiment)
+    learner = experiment.learner
+    policy = build(experiment, learner.lora)
+    trainable = make_trainable(policy, learner.optimizer, learner.parallel, learner.ema)
+    critic = _critic(experiment, stop, stack)
+    start = fingerprint(experiment.model, learner.init_from)
+    setup = checkpoint_setup(experiment, start)
+    checkpoints = Checkpoints(Path(experiment.run_dir), learner.checkpoint.keep, setup)
+    return _Trained(trainable, critic, checkpoints, start)
 
 
 def check_start(experiment: LearnerExperiment | OfflineExperiment) -> None:

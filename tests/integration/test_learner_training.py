@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from learner_runs import STEPS, Run, assert_same, begin, continued, learn, learning, make_model
+from ppo_runs import PPO
 from safetensors.torch import load_file
 
 from learner import conversion, ending
@@ -305,6 +306,35 @@ def test_a_run_whose_data_ended_exports_alone_when_asked_to_later_and_goes_on_fo
     assert ended.told("finished") == [2, 3]
     end = ending.read(tmp_path / "run")
     assert end == ending.End(step=3, evaluated=False, exported=False, epochs=None)
+
+
+WITH_AVERAGE = {"ema": {"decay": 0.5}}
+EXPORTED = {
+    "adapters": ({**LORA, **WITH_AVERAGE}, ("model", "adapter", "ema_model")),
+    "value model": ({**PPO, **WITH_AVERAGE}, ("model", "value_model", "ema_model")),
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", EXPORTED)
+def test_what_is_exported_alone_later_is_what_the_run_would_have_exported(kind, tmp_path, model):
+    settings, folders = EXPORTED[kind]
+
+    def made(name, export):
+        options = {"steps": 2, "layout": {"tensor": 2}, "checkpoint": {"every": 2, "export": export}}
+        return Run(tmp_path / name, model, **{**settings, **options})
+
+    learn(2, [made("whole", True), made("later", False)])
+    assert not any((tmp_path / "later/run" / folder).exists() for folder in folders)
+    learn(2, [made("later", True)])
+    for folder in folders:
+        whole, later = (tmp_path / name / "run" / folder for name in ("whole", "later"))
+        files = sorted(path.name for path in whole.iterdir())
+        assert sorted(path.name for path in later.iterdir()) == files, folder
+        weights = [name for name in files if name.endswith(".safetensors")]
+        assert weights, folder
+        for name in weights:
+            assert (later / name).read_bytes() == (whole / name).read_bytes(), (folder, name)
 
 
 def test_two_updates_and_a_reference_give_the_same_numbers_in_every_layout(one, two):
