@@ -190,4 +190,4 @@ def told_of(record: Record) -> str:
     """What a step's record says, in a few words."""
     facts = [f"{name} {float(record[name]):.4f}" for name in TOLD if record.get(name) is not None]
     rate = float(record.get("tokens/s") or 0)
-    return "  ".join([*facts, *([f"{rate:.0f} learned tokens/s"] if rate else [])])
+    return "  ".join([*facts, *([f"{rate:.0f} tokens/s"] if rate else [])])

@@ -40,7 +40,7 @@ Beta = Annotated[float, Field(ge=0, lt=1)]
 class OptimizerConfig(Section):
     lr: float = Field(default=1e-6, gt=0, le=100)
     min_lr: float = Field(default=0.0, ge=0)
-    """Where the schedule ends."""
+    """Where the schedule would be behind the last step."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     warmup_steps: int = Field(default=0, ge=0)
     """Of the learner's steps, over which the rate rises to `lr`."""

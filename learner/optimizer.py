@@ -147,13 +147,14 @@ def _finalize_summed_gradients(model: list[Any], num_tokens: Any = None, **field
 def learning_rate(config: OptimizerConfig, step: int, steps: int) -> float:
     """The rate that batch `step` (from 0) of `steps` is trained with.
 
-    Rises linearly over `warmup_steps`, then stays, or falls so that the last step has `min_lr`.
+    Rises linearly over `warmup_steps`, then stays, or falls towards `min_lr`, which the step behind the last
+    would have, as in transformers' and so DeepSpeed-Chat's schedules: with 0 there the last one still learns.
     """
     if step < config.warmup_steps:
         return config.lr * (step + 1) / config.warmup_steps
     if config.schedule == "constant":
         return config.lr
-    done = min(1.0, (step - config.warmup_steps) / max(1, steps - 1 - config.warmup_steps))
+    done = min(1.0, (step - config.warmup_steps) / max(1, steps - config.warmup_steps))
     left = 1 - done if config.schedule == "linear" else (1 + math.cos(math.pi * done)) / 2
     return config.min_lr + (config.lr - config.min_lr) * left
 

@@ -107,7 +107,7 @@ def test_without_a_terminal_every_step_is_a_line(run_dir, capsys):
         line.refresh()
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 4
-    told = "loss 0.4000  accuracy 0.5000  eval/loss 0.3900  eval/accuracy 0.8000  50 learned tokens/s"
+    told = "loss 0.4000  accuracy 0.5000  eval/loss 0.3900  eval/accuracy 0.8000  50 tokens/s"
     assert lines[3] == f"step 3 of 3: {told}"
 
 

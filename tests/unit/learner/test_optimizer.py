@@ -4,6 +4,8 @@ import math
 from types import SimpleNamespace
 
 import pytest
+import torch
+from transformers import get_scheduler
 
 from learner.config import OptimizerConfig
 from learner.optimizer import MOST_SKIPPED, Trainable, learning_rate, set_rates
@@ -18,17 +20,36 @@ def test_constant_after_a_linear_warmup():
 
 
 @pytest.mark.parametrize("schedule", ["linear", "cosine"])
-def test_falls_from_lr_to_min_lr_at_the_last_step(schedule):
-    got = rates(9, schedule=schedule, warmup_steps=2, min_lr=0.1)
+def test_falls_from_lr_to_min_lr_behind_the_last_step(schedule):
+    config = OptimizerConfig(lr=1.0, schedule=schedule, warmup_steps=2, min_lr=0.1)
+    got = [learning_rate(config, step, 9) for step in range(10)]
     assert got[1] == 1.0
     assert got[2] == 1.0
     assert got[-1] == pytest.approx(0.1)
-    assert got[2:] == sorted(got[2:], reverse=True)
+    assert got[2:] == sorted(set(got[2:]), reverse=True)
+
+
+@pytest.mark.parametrize("schedule", ["linear", "cosine"])
+@pytest.mark.parametrize("warmup", [0, 2])
+def test_is_that_of_transformers(schedule, warmup):
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    theirs = get_scheduler(schedule, optimizer, num_warmup_steps=warmup, num_training_steps=7)
+    expected = []
+    for _ in range(8):
+        expected.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        theirs.step()
+    got = rates(7, schedule=schedule, warmup_steps=warmup)
+    # But for its first step, which transformers warms up with a rate of 0.
+    assert got[:warmup] == pytest.approx(expected[1 : warmup + 1])
+    assert got[warmup:] == pytest.approx(expected[warmup:7])
+    assert all(rate > 0 for rate in got)
 
 
 def test_formulas_in_the_middle():
-    assert rates(5, schedule="linear")[1] == pytest.approx(0.75)
-    assert rates(5, schedule="cosine")[1] == pytest.approx((1 + math.cos(math.pi / 4)) / 2)
+    assert rates(4, schedule="linear") == pytest.approx([1.0, 0.75, 0.5, 0.25])
+    assert rates(4, schedule="cosine")[1] == pytest.approx((1 + math.cos(math.pi / 4)) / 2)
 
 
 def test_a_run_as_short_as_its_warmup_and_a_step_beyond_the_end_are_defined():
