@@ -30,7 +30,7 @@ TIME_NAMES = {
     "time/first_publish": ("waiting for the first server", "#94a3b8"),
     "other": ("other", "#e2e8f0"),
 }
-FEW = 3
+FEW = 5
 """Points."""
 WINDOW = 5
 AVERAGED = f"its mean over {WINDOW} steps"
@@ -109,8 +109,7 @@ def draw_trained(axes: Axes, history: History, name: str, title: str) -> bool:
     held_out = history.series(f"eval/{name}")
     if not steps and not held_out[0]:
         return False
-    axes.plot(steps, values, color=BLUE, alpha=0.25, linewidth=1.2, label="training")
-    _plot(axes, steps, smooth(values), color=BLUE, label=AVERAGED)
+    _draw_with_mean(axes, steps, values, "training")
     if held_out[0]:
         axes.plot(*held_out, "o-", color=ORANGE, markersize=7, linewidth=1.5, label="held-out examples")
     axes.margins(y=0.15)
@@ -126,16 +125,19 @@ def answered_by(steps: Sequence[int], ages: Mapping[int, float]) -> list[float]:
 
 
 def draw_reward(axes: Axes, history: History, target: float | None) -> bool:
-    """Training reward of each batch, faint, under its running mean; evaluation scores as marks."""
+    """Training reward of each batch, faint, under its running mean; evaluation scores as marks.
+
+    A score of version v is what step v left, so that marks stand rightly over steps too.
+    """
     steps, rewards = history.series("reward/mean")
     ages = dict(zip(*history.series("staleness/mean"), strict=True))
     answered = answered_by(steps, ages)
+    by_step = len(set(answered)) < 2  # all of them by one version: they would stand on a vertical line
     versions = sorted(history.scores)
     if not steps and not versions:
         return False
     if steps:
-        axes.plot(answered, rewards, color=BLUE, alpha=0.25, linewidth=1.2, label="training reward")
-        _plot(axes, answered, smooth(rewards), color=BLUE, label=AVERAGED)
+        _draw_with_mean(axes, steps if by_step else answered, rewards, "training reward")
     if versions:
         scores = [float(history.scores[v]["score"]) for v in versions]
         errors = [float(history.scores[v].get("stderr") or 0) for v in versions]
@@ -151,7 +153,7 @@ def draw_reward(axes: Axes, history: History, target: float | None) -> bool:
     if target is not None:
         axes.axhline(target, color=GREY, linestyle="--", linewidth=1.2, label=f"target {target:g}")
     axes.margins(y=0.15)
-    _finish(axes, "Reward", "policy version that answered", "mean reward")
+    _finish(axes, "Reward", "step" if by_step else "policy version that answered", "mean reward")
     axes.legend(loc="best")
     return True
 
@@ -262,6 +264,15 @@ def smooth(values: Sequence[float], window: int = WINDOW) -> list[float]:
     """Mean of each value and those before it, `window` in all; of fewer at the beginning."""
     parts = [values[max(0, i + 1 - window) : i + 1] for i in range(len(values))]
     return [sum(part) / len(part) for part in parts]
+
+
+def _draw_with_mean(axes: Axes, x: Sequence[float], y: Sequence[float], label: str) -> None:
+    """Faint, under its running mean; as it is where it is shorter than what is averaged."""
+    if len(y) <= WINDOW:
+        _plot(axes, x, y, color=BLUE, label=label)
+        return
+    axes.plot(x, y, color=BLUE, alpha=0.25, linewidth=1.2, label=label)
+    _plot(axes, x, smooth(y), color=BLUE, label=AVERAGED)
 
 
 def _plot(axes: Axes, x: Sequence[float], y: Sequence[float], **style: Any) -> list[Line2D]:

@@ -106,6 +106,8 @@ class Summary:
         """What, and its value, for people."""
         ended = "; the data ended behind them" if self.data_ended else ""
         rewards = self.starvation.get("reward_ks")
+        # In it servers generate ahead: of a short run more is trained behind it than generated.
+        steady = ", without the first step" if self.steps > 1 else ""
         generated, trained = self.server_tokens_per_second, self.learner_tokens_per_second
         rows = [
             ("steps", f"{self.steps} of {self.total_steps} in {clock(self.training_seconds)}{ended}"),
@@ -115,8 +117,8 @@ class Summary:
             *((name, _say("{:.3f} → {:.3f}", *ends)) for name, ends in self.learned.items()),
             ("alike", self._alike()),
             ("skipped", f"{self.skipped} optimizer steps: the gradient was not finite" * bool(self.skipped)),
-            ("samples", _say("{:.2f} a second", self.samples_per_second)),
-            ("tokens", _say("{:.0f} a second generated, {:.0f} a second trained", generated, trained)),
+            ("samples", _say("{:.2f} a second" + steady, self.samples_per_second)),
+            ("tokens", _say("{:.0f} a second generated, {:.0f} trained" + steady, generated, trained)),
             (
                 "staleness",
                 _say("{:.2f} in the mean, {:.0f} at most", self.staleness_mean, self.staleness_max),

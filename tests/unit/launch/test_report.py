@@ -2,10 +2,13 @@ import json
 import struct
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import yaml
+from matplotlib.figure import Figure
 
-from launch.plots import answered_by, smooth
+from launch.history import History
+from launch.plots import answered_by, draw_reward, smooth
 from launch.report import write_report
 from launch.summary import summarize
 
@@ -32,6 +35,7 @@ def test_a_finished_run_has_the_whole_report(make_run):
     assert told["samples_per_second"] == 64 / 30, "the first step, which waits for the servers, left out"
     assert told["learner_tokens_per_second"] == 60
     assert told["server_tokens_per_second"] == 300, "in the same steps"
+    assert "300 a second generated, 60 trained, without the first step" in summary.text()
     assert told["evicted"] == 2
     assert told["requeued"] == 5
     assert told["requeued_causes"] == {"evicted": 2, "lost": 3}
@@ -111,6 +115,23 @@ def test_training_is_drawn_by_the_version_that_answered():
     assert answered_by([1, 2, 3, 4], {1: 0.0, 2: 1.0, 3: 2.0, 4: 1.5}) == [0, 0, 0, 1.5]
     assert answered_by([5, 6], {5: 1.0, 6: 3.0}) == [3, 3], "a line that goes back would double on itself"
     assert answered_by([3], {}) == [2], "a run that tells no ages is taken for a synchronous one"
+
+
+@pytest.mark.parametrize(
+    ("ages", "axis", "places"),
+    [([0, 0, 1], "policy version that answered", [0, 1, 1]), ([0, 1, 2], "step", [1, 2, 3])],
+)
+def test_steps_that_one_version_answered_are_drawn_side_by_side(tmp_path, ages, axis, places):
+    rows = [{"step": i + 1, "reward/mean": 0.5, "staleness/mean": age} for i, age in enumerate(ages)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    history = History(tmp_path)
+    history.refresh()
+    axes = Figure().add_subplot()
+    draw_reward(axes, history, None)
+    assert axes.get_xlabel() == axis
+    (line,) = axes.get_lines()
+    assert np.asarray(line.get_xdata()).tolist() == places
+    assert line.get_label() == "training reward", "of three steps there is no mean over five"
 
 
 def test_what_a_value_model_and_a_reference_learned_and_steps_not_made_are_in_the_summary(make_run):
