@@ -135,9 +135,9 @@ class Screen:
             self.say(line)
         if time.monotonic() - self._spoke >= LONGEST_SILENCE_S:
             left = _evaluation_left(self.history)
-            names = self.watched.states() if phase == STARTING else []
-            absent = [name for name in names if name not in self.alarms.up]
-            doing = phase.partition(":")[0] + (f", {left}" if left else "") + _listed(absent)
+            doing = phase.partition(":")[0] + (f", {left}" if left else "")
+            if phase == STARTING:
+                doing += _listed([name for name in self.watched.states() if name not in self.alarms.up])
             self.say(f"still {doing} · {clock(time.monotonic() - self.started)} since the start")
 
 
@@ -211,7 +211,9 @@ def phase_of(e: WholeExperiment, history: History) -> str:
 
 
 def _listed(absent: Sequence[str]) -> str:
-    return f" (not up yet: {', '.join(absent)})" if absent else ""
+    if absent:
+        return f" (not up yet: {', '.join(absent)})"
+    return " (all services are up; the learner publishes the first version)"
 
 
 def step_line(e: WholeExperiment, history: History, record: Record) -> str:

@@ -123,9 +123,13 @@ def test_a_long_silence_is_filled(make_run, config_file, monkeypatch):
         monkeypatch.setattr("launch.screen.LONGEST_SILENCE_S", 0.0)
         screen._due = 0.0
         screen.update()
-    first, *_, last = output.getvalue().splitlines()
+        screen.alarms.up |= {"buffer", "server-0", "learner"}
+        screen._due = 0.0
+        screen.update()
+    first, *_, before, last = output.getvalue().splitlines()
     assert first == "starting: the engines and the learner load the model"
-    assert last == "still starting (not up yet: buffer, server-0, learner) · 0 s since the start"
+    assert before == "still starting (not up yet: buffer, server-0, learner) · 0 s since the start"
+    assert last.startswith("still starting (all services are up; the learner publishes the first version)")
 
 
 def test_a_service_is_up_once_it_says_so(tmp_path):
