@@ -14,8 +14,8 @@ from launch.overview import clock, many, mean_of, step_seconds, taught_nothing
 
 LEARNED = {
     "value/loss": "value loss",
-    "value/explained_variance": "explained",
-    "kl/completion": "KL",
+    "value/explained_variance": "explained variance",
+    "kl/completion": "KL to reference",
     "kl/coefficient": "KL coefficient",
     "dpo/accuracy": "pairs in order",
 }

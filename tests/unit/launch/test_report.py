@@ -149,11 +149,11 @@ def test_what_a_value_model_and_a_reference_learned_and_steps_not_made_are_in_th
     assert "KL" not in told, "of a run without a reference it is 0"
     path.write_text("".join(json.dumps(row | {"time/reference": 1.0}) + "\n" for row in rows))
     told = summarize(run_dir).text()
-    assert "KL           0.000 → 0.500" in told
+    assert "KL to reference 0.000 → 0.500" in told
     assert "coefficient" not in told, "online DPO's reference is in its loss"
     rows = [row | {"time/reference": 1.0, "kl/coefficient": 0.1} for row in rows]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert "KL coefficient 0.100 → 0.100" in summarize(run_dir).text()
+    assert "KL coefficient  0.100 → 0.100" in summarize(run_dir).text()
 
 
 def test_every_folder_that_a_run_has_written_is_named(make_run):
