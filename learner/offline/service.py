@@ -30,6 +30,7 @@ from learner.service import (
     checkpoint_setup,
     export,
     hold_folder,
+    known_tokens,
     reference_of,
     threads,
 )
@@ -135,8 +136,10 @@ def encoder_of(experiment: OfflineExperiment) -> Encoder:
     model, stage = experiment.model, experiment.stage
     every_turn = isinstance(stage, SftConfig) and stage.turns == "every"
     tokenizer = load_tokenizer("model.path", model.path)
-    too_long = experiment.learner.too_long
-    return Encoder(tokenizer, model.max_length, experiment.data.system_prompt, too_long, every_turn)
+    too_long, vocabulary = experiment.learner.too_long, known_tokens(model.path)
+    return Encoder(
+        tokenizer, model.max_length, experiment.data.system_prompt, too_long, every_turn, vocabulary
+    )
 
 
 def _held_out(
