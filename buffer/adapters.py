@@ -6,7 +6,7 @@ The shapes are those of ChatLearn (query/response/score, prompt, text, eval_func
 
 import json
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -273,10 +273,7 @@ def custom(path: str) -> Adapter:
             fields = {"responses": (), "scores": (), "row": row, "given": None, **made}
             if set(fields) != {"prompt", "responses", "scores", "row", "given"}:
                 raise BadRow(f"{path} returned {_listed(sorted(made))}; expected the fields of an Example")
-            try:
-                responses, scores = tuple(fields["responses"]), tuple(fields["scores"])
-            except TypeError as error:
-                raise BadRow(f"{path} returned responses or scores that are no list: {error}") from None
+            responses, scores = (_listed_by(path, name, fields[name]) for name in ("responses", "scores"))
             made = Example(_prompt(fields["prompt"]), responses, scores, fields["row"], fields["given"])
         if not isinstance(made, Example):
             raise BadRow(f"{path} returned {type(made).__name__}; expected an Example or its fields")
@@ -285,6 +282,18 @@ def custom(path: str) -> Adapter:
         return made
 
     return Adapter(path, (), read)
+
+
+def _listed_by(path: str, name: str, value: Any) -> tuple[Any, ...]:
+    """What a user's function returned as responses or as scores.
+
+    Raises:
+        BadRow: It is one thing and no list of them, or has no order.
+    """
+    # A text would be taken for as many responses as it has letters.
+    if isinstance(value, str | bytes | Mapping | Set) or not isinstance(value, Iterable):
+        raise BadRow(f"{path} returned responses or scores that are no list: {name} {shown(value)}")
+    return tuple(value)
 
 
 def plain(value: Any) -> Any:

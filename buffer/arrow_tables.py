@@ -8,6 +8,7 @@ import datetime
 import decimal
 import io
 import json
+import os
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from itertools import accumulate
@@ -18,9 +19,32 @@ import pyarrow as pa
 from pyarrow import ipc, parquet
 
 from buffer import cache
-from buffer.examples import BadRow
+from buffer.examples import BadRow, FileChanged
 
 ROWS_AT_ONCE = 1000
+
+
+class _Mapped:
+    """What a file was that is read where it lies: behind the end of one that was cut off meanwhile, reading
+    ends the process (SIGBUS)."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._opened = path.stat()
+
+    def check(self) -> None:
+        """
+        Raises:
+            FileChanged: It is shorter than it was. One that was put in its place, or none, changes nothing.
+        """
+        try:
+            found = self._path.stat()
+        except OSError:
+            return
+        if os.path.samestat(found, self._opened) and found.st_size < self._opened.st_size:
+            raise FileChanged(
+                f"the file was changed since it was opened: {found.st_size} bytes of {self._opened.st_size}"
+            )
 
 
 class ArrowTable:
@@ -35,11 +59,11 @@ class ArrowTable:
         self._paths = paths
         try:
             keys = [cache.key(path) for path in paths]
-            self._batches = [b for path, key in zip(paths, keys, strict=True) for b in _batches(path, key)]
+            homes = [home for path, key in zip(paths, keys, strict=True) for home in _homes(path, key)]
         except (OSError, pa.ArrowException) as error:
             raise ValueError(f"{name}: cannot be read: {' '.join(str(error).split())}") from None
-        self._batches = [b for b in self._batches if b.num_rows]
-        self._ends = list(accumulate(b.num_rows for b in self._batches))
+        self._homes = [(file, batch) for file, batch in homes if batch.num_rows]
+        self._ends = list(accumulate(batch.num_rows for _, batch in self._homes))
         self.key = cache.joined(keys) if all(keys) else None
 
     def __len__(self) -> int:
@@ -47,7 +71,9 @@ class ArrowTable:
 
     def __getitem__(self, row: int) -> Any:
         index = bisect_right(self._ends, row)
-        batch = self._batches[index]
+        file, batch = self._homes[index]
+        if file is not None:
+            file.check()
         try:
             one = batch.slice(row - self._ends[index] + batch.num_rows, 1)
             # A damaged file's places may lie outside of it, and reading there crashes.
@@ -90,7 +116,15 @@ def saved_by_datasets(folder: Path) -> list[Path]:
     return paths
 
 
-def _batches(path: Path, key: str | None) -> list[pa.RecordBatch]:
+def _homes(path: Path, key: str | None) -> list[tuple[_Mapped | None, pa.RecordBatch]]:
+    """A file's batches, with the file where they are read from it and not from what was unpacked."""
+    file = _Mapped(path)
+    batches, mapped = _batches(path, key)
+    return [(file if mapped else None, batch) for batch in batches]
+
+
+def _batches(path: Path, key: str | None) -> tuple[list[pa.RecordBatch], bool]:
+    """All of a file, and whether they lie in it."""
     with path.open("rb") as file:
         packed = file.read(4) == b"PAR1"
     if not packed:
@@ -102,14 +136,14 @@ def _batches(path: Path, key: str | None) -> list[pa.RecordBatch]:
                 break
             batches.append(batch)
         else:
-            return batches
+            return batches, True
         batches.clear()
     if key is None:
         memory = io.BytesIO()
         _unpack(path, packed, memory)
-        return list(_each(_open(pa.py_buffer(memory.getvalue()))))
+        return list(_each(_open(pa.py_buffer(memory.getvalue())))), False
     unpacked = cache.made(f"{key}.arrow", lambda sink: _unpack(path, packed, sink))
-    return list(_each(_open(pa.memory_map(str(unpacked)))))
+    return list(_each(_open(pa.memory_map(str(unpacked))))), False
 
 
 def _unpack(path: Path, packed: bool, sink: BinaryIO) -> None:

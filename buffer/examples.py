@@ -48,6 +48,10 @@ class Example:
 
     def __post_init__(self) -> None:
         _check_prompt(self.prompt)
+        if isinstance(self.responses, str):  # each of its letters would be one
+            raise BadRow(f"responses: expected a list of texts, got {shown(self.responses)}")
+        if self.given is not None and (not isinstance(self.given, int) or self.given < 0):
+            raise BadRow(f"given: expected a number of messages, got {shown(self.given)}")
         for response in self.responses:
             if not isinstance(response, str):
                 raise BadRow(f"response: expected text, got {shown(response)}")

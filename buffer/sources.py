@@ -2,6 +2,7 @@
 
 import codecs
 import glob
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +29,10 @@ def open_table(source: SingleSource, seed: int) -> Table:
         case JsonlSource():
             return TextTable(_readable(Path(source.path)), lines)
         case FilesSource():
-            paths = [source.path] if isinstance(source.path, str) else source.path
-            tables = [_file(path) for pattern in paths for path in _matching(pattern)]
+            patterns = [source.path] if isinstance(source.path, str) else source.path
+            paths = [path for pattern in patterns for path in _matching(pattern)]
+            _refuse_twice(paths)
+            tables = [_file(path) for path in paths]
             return tables[0] if len(tables) == 1 else Joined(tables)
         case FunctionSource():
             return _function(source)
@@ -45,6 +48,22 @@ def _matching(pattern: str) -> list[Path]:
     if not found:
         raise ValueError(f"{pattern}: no file matches the pattern")
     return found
+
+
+def _refuse_twice(paths: Sequence[Path]) -> None:
+    """
+    Raises:
+        ValueError: Two of them are one file, whose rows would count twice: of patterns that overlap, say.
+    """
+    seen: dict[Path, Path] = {}
+    for path in paths:
+        first = seen.setdefault(path.resolve(), path)
+        if first is not path:
+            other = "" if first == path else f", as {first} too"
+            raise ValueError(
+                f"{path}: named twice{other}, so each of its rows would come twice in an epoch; name it once "
+                "(a blend draws more often from a file)"
+            )
 
 
 def _readable(path: Path) -> Path:

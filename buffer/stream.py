@@ -122,7 +122,8 @@ class ExampleStream:
     @property
     def position(self) -> dict[str, Any]:
         """Where the next example comes from: plain JSON, for `seek`."""
-        return {"draw": self._draw, "counts": dict(self.counts), "data": self._data}
+        counts = dict(self.counts)
+        return {"draw": self._draw, "counts": counts, "data": self._data, "order": self._order.name}
 
     def seek(self, position: dict[str, Any]) -> None:
         """Go on exactly where a stream of the same config, seed and data was.
@@ -140,6 +141,12 @@ class ExampleStream:
             raise ValueError(
                 f"{names}: not the rows that this run began with (or split, weights or adapter changed): its "
                 "place in them is lost; start another run"
+            )
+        # One of before this was kept tells no order, and is not compared.
+        if (order := position.get("order", self._order.name)) != self._order.name:
+            raise ValueError(
+                f"the rows came {order}, and would come {self._order.name} now, some of them twice and "
+                "others never; set seed and data.shuffle back, or use another run_dir"
             )
         self._draw, self.counts = draw, counts
 

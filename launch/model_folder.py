@@ -13,7 +13,7 @@ from learner import families
 from learner.config import ParallelConfig
 from learner.families import Family, Head
 from learner.slots import slots
-from sync.expected import INDEX, NO_WEIGHT, damage, read_shapes, weight_files
+from sync.expected import INDEX, NO_WEIGHT, damage, read_shapes, untied, weight_files
 
 MADE_BY = {
     MODEL_DIR: "python -m launch.demo_model",
@@ -210,6 +210,8 @@ def _shapes(key: str, path: str, family: Family) -> list[str]:
             ]
         if dtype not in FLOATS:
             return [f"{key}={path}: {name} is {dtype} in the weights; expected {', '.join(FLOATS)}"]
+    if family.tied and (reason := untied(Path(path))):
+        return [f"{key}={path}: {reason}"]
     extra = [n for n in found if n not in asked and n != "lm_head.weight" and not n.endswith(NO_WEIGHT)]
     if extra:
         return [f"{key}={path}: the weights have {extra[0]}, which config.json does not ask for"]

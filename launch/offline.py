@@ -5,6 +5,7 @@ Unblocked by: that, its failure, or Ctrl-C.
 """
 
 import time
+from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
@@ -105,6 +106,8 @@ def run_stage(experiment: OfflineExperiment, command: str, console: Console) -> 
             ProgressLine(history, console) as line,
         ):
             failure = watch(supervisor, line)
+            if failure is None and not supervisor.interrupts:
+                failure = ended_early(experiment, history, supervisor)
             if failure or supervisor.interrupts:
                 # Its only service that failed leaves nobody to stop.
                 if failure is None:
@@ -134,6 +137,16 @@ def watch(supervisor: Supervisor, line: "ProgressLine") -> Failure | None:
         time.sleep(POLL_S)
     line.refresh()
     return supervisor.check()
+
+
+def ended_early(e: OfflineExperiment, history: History, supervisor: Supervisor) -> Failure | None:
+    """What is missing of a stage whose learner ended in order: somebody else told it to stop, or a function
+    of the user's ended its process. No pipeline is to go on behind it."""
+    if is_finished(e, history):
+        return None
+    (child,) = supervisor.children
+    made = max(history.steps, default=0)
+    return replace(child.failure(), reason=f"ended behind step {made}, before the stage was finished")
 
 
 class ProgressLine:

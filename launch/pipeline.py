@@ -10,6 +10,7 @@ import re
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -22,6 +23,8 @@ from launch.experiment import check_kind
 
 REFERENCE = re.compile(r"(?<!\{)\{([\w-]+)\}(?!\})")
 """No other braces: they may be of a template, or of JSON."""
+OWN = {"name", "run_dir"}
+"""Settings of a stage that follow from the pipeline's."""
 REFERENCE_HELP = "{name} of an earlier stage stands for the model folder that stage writes"
 
 
@@ -39,6 +42,16 @@ class StageConfig(Section):
     overrides: dict[str, Any] = Field(default_factory=dict)
     """Of the experiment file, `section.key: value`; `{sft}` in a text is the folder of the model that the
     earlier stage `sft` wrote."""
+
+    @field_validator("overrides")
+    @classmethod
+    def _leaves_its_place(cls, overrides: dict[str, Any]) -> dict[str, Any]:
+        for key in OWN & overrides.keys():
+            raise ValueError(
+                f"{key} is what the pipeline gives each stage, by which later ones find its model; set the "
+                "pipeline's own"
+            )
+        return overrides
 
 
 class PipelineConfig(Section):
@@ -120,14 +133,48 @@ def read(path: Path, overrides: list[str]) -> list[Stage]:
     pipeline = open_file(path, overrides)
     stages = [Stage(pipeline, number, path.parent) for number in range(len(pipeline.stages))]
     faults: list[str] = []
+    checked: list[tuple[Stage, Experiment]] = []
     for stage in stages:
         try:
-            stage.experiment()
+            experiment = stage.experiment()
+            found = _misfits(experiment, checked)
+            checked.append((stage, experiment))
         except ConfigError as error:
-            faults += [f"{path}: stage {stage.config.name}: {line}" for line in str(error).splitlines()]
+            found = str(error).splitlines()
+        faults += [f"{path}: stage {stage.config.name}: {line}" for line in found]
     if faults:
         raise ConfigError("\n".join(faults))
     return stages
+
+
+def _misfits(experiment: Experiment, earlier: list[tuple[Stage, Experiment]]) -> list[str]:
+    """Models of earlier stages, under the settings that name them, which will not be there or not fit."""
+    writers = {os.fspath(stage.model): (stage.config, made.model_dump()) for stage, made in earlier}
+    faults: list[str] = []
+    for key, path, kinds in _models_of(experiment.model_dump()):
+        if path not in writers:
+            continue
+        writer, fields = writers[path]
+        kind = "reward model" if writer.command == "reward" else "language model"
+        if kind not in kinds:
+            faults.append(f"{key}: the stage {writer.name} writes a {kind}; expected a {kinds[0]}")
+        elif not fields.get("learner", {}).get("checkpoint", {}).get("export", True):
+            faults.append(
+                f"{key}: the stage {writer.name} writes no model, by its learner.checkpoint.export=false"
+            )
+    return faults
+
+
+def _models_of(fields: dict[str, Any]) -> Iterator[tuple[str, str, Sequence[str]]]:
+    """The folders of models that an experiment starts from: key, path, and what they may hold."""
+    policy, scorer = "language model", "reward model"
+    trains_scores = (fields.get("stage") or {}).get("kind") == "reward"
+    yield "model.path", fields["model"]["path"], (policy, scorer) if trains_scores else (policy,)
+    if value := (fields.get("learner") or {}).get("value"):
+        yield "learner.value.path", value["path"], (scorer, policy)
+    for name, reward in (fields.get("rollout") or {}).get("rewards", {}).items():
+        if reward["weight"] and "model" in reward:
+            yield f"rollout.rewards.{name}.model", reward["model"], (scorer,)
 
 
 def run(stages: list[Stage], command: str, console: Console) -> int:

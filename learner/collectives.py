@@ -102,6 +102,13 @@ def max_over_world(values: Sequence[int]) -> list[int]:
     return tensor.tolist()
 
 
+def are_same(text: str) -> bool:
+    """Whether every rank gave the same text. Collective."""
+    mine = text.encode()
+    (first,) = broadcast_frames([mine] if parallel.rank() == 0 else None, 0, None)
+    return not max_over_world([first != mine])[0]
+
+
 def sum_over_world(values: Sequence[float]) -> list[float]:
     """Sums over all ranks, in float64; all give equally many."""
     tensor = torch.tensor(values, dtype=torch.float64)

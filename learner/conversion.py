@@ -30,6 +30,7 @@ from learner.megatron_folder import (
 )
 from learner.safetensors_folder import SafetensorsFolder, WholeTensors, write_folder
 from learner.slots import Part, Slot, slots
+from sync.expected import untied
 from sync.manifest import TensorSpec
 
 
@@ -53,6 +54,8 @@ def hf_to_megatron(source: Path, target: Path, layout: ParallelConfig, dtype: st
     for name, shape in wholes:
         folder.check(name, shape)
     folder.refuse_others({name for name, _ in wholes})
+    if family.tied and (reason := untied(source)):
+        raise ValueError(f"{source}: {reason}")
     dtype = dtype or _only_dtype(source, {folder.dtype(name) for name, _ in wholes})
     shards = _Shards(folder)
     ranks = [

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from learner import collectives, parallel
 from learner.config import PtxConfig
-from learner.offline.encoding import Encoded
+from learner.offline.encoding import Encoded, check_known
 from learner.offline.feed import Rows
 from learner.offline.packing import ExampleBatch, empty, pack
 from learner.passes import equal_counts
@@ -47,12 +47,21 @@ class Texts:
     """A step's texts are fixed by the data's order alone, so every layout trains the same, and a place in the
     data is all that a resume needs. `next` is collective."""
 
-    def __init__(self, config: PtxConfig, rows: Rows, tokenizer: Any, max_length: int, budget: int) -> None:
+    def __init__(
+        self,
+        config: PtxConfig,
+        rows: Rows,
+        tokenizer: Any,
+        max_length: int,
+        budget: int,
+        vocabulary: int | None = None,
+    ) -> None:
         """Args:
         rows: At their beginning, without an end.
         tokenizer: A Hugging Face tokenizer. Its end mark, if it has one, is put behind every text.
         max_length: Tokens of a text; a longer one loses its end.
         budget: Tokens of a micro-batch.
+        vocabulary: Tokens that the model has; None where nobody knows.
         """
         self.coefficient = config.coefficient
         self._batch_size = config.batch_size
@@ -60,12 +69,13 @@ class Texts:
         self._tokenizer = tokenizer
         self._max_length = max_length
         self._budget = budget
+        self._vocabulary = vocabulary
 
     def next(self, report: TextReport) -> TextPart:
         """The next optimizer step's.
 
         Raises:
-            ValueError: A row that cannot be read, with its place.
+            ValueError: A row that cannot be read, with its place; or the model lacks one of its tokens.
         """
         rows = self._rows.take(self._batch_size)
         texts = [str(row.prompt) for row in rows[parallel.dp_rank() :: parallel.dp_size()]]
@@ -91,6 +101,8 @@ class Texts:
         if len(ids) < 2:
             return None
         kept = np.array(ids[: self._max_length], np.int32)
+        if self._vocabulary is not None:
+            check_known(kept, self._vocabulary, self._tokenizer)
         return Encoded(kept[:1], (kept[1:],), (), cut=len(ids) > self._max_length)
 
     def objective(

@@ -47,6 +47,7 @@ from learner.line import Line
 from learner.loop import train
 from learner.metrics import Journal
 from learner.offline.config import OfflineExperiment
+from learner.offline.feed import check_shared
 from learner.optimizer import Trainable, make_trainable, prepare_schedule
 from learner.ptx import Texts
 from learner.publishing import Publishing, WeightSender
@@ -342,9 +343,16 @@ def _texts(experiment: LearnerExperiment) -> Texts | None:
         return None
     data = DataConfig(train=ptx.data, on_bad_row=ptx.on_bad_row)
     rows = open_stream(data, experiment.seed, "pretraining")
+    check_shared(rows, "learner.ptx.data")
     tokenizer = load_tokenizer("model.path", experiment.model.path)
     budget = experiment.learner.tokens_per_microbatch
-    return Texts(ptx, rows, tokenizer, experiment.model.max_length, budget)
+    vocabulary = known_tokens(experiment.model.path)
+    return Texts(ptx, rows, tokenizer, experiment.model.max_length, budget, vocabulary)
+
+
+def known_tokens(path: str) -> int:
+    """How many tokens the model in a folder has."""
+    return families.read(path, families.own_head(path)).vocab
 
 
 def build(

@@ -134,10 +134,11 @@ async def _predict(
     tokenizer = load_tokenizer("model.path", model.path)
     renderer = Renderer(tokenizer, model.max_length, system_prompt)
     output = Output(path, settings_of(experiment, rows, plan, scored))
-    if output.begin() == len(rows):
-        return
-    told.starts()
     async with AsyncExitStack() as stack:
+        stack.enter_context(output.held())
+        if output.begin() == len(rows):
+            return
+        told.starts()
         rewards = None
         if scored:
 

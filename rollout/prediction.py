@@ -5,10 +5,12 @@ goes on. Beside the output lies `<output>.settings.json`, what its lines were ma
 """
 
 import asyncio
+import fcntl
 import json
 import os
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -116,6 +118,32 @@ class Output:
     path: Path
     settings: dict[str, Any]
 
+    @property
+    def _beside(self) -> Path:
+        return self.path.with_name(self.path.name + ".settings.json")
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Keep every other process from writing to it: each would add all lines that are missing.
+
+        Raises:
+            ValueError: One is at work there.
+        """
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with self._beside.open("a") as file:
+            os.register_at_fork(after_in_child=file.close)  # what an engine leaves behind holds nothing
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise ValueError(
+                    f"{self.path}: another process is writing it; wait for its end, or write to another"
+                ) from None
+            try:
+                yield
+            finally:
+                if os.fstat(file.fileno()).st_size == 0:  # nothing was begun
+                    self._beside.unlink(missing_ok=True)
+
     def begin(self) -> int:
         """How many rows are done; what a killed process left of a line is cut off.
 
@@ -123,13 +151,13 @@ class Output:
             ValueError: The file was made with other settings.
         """
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        beside = self.path.with_name(self.path.name + ".settings.json")
+        beside = self._beside
         told = json.dumps(self.settings, indent=2, sort_keys=True) + "\n"
         if not self.path.exists():
             beside.write_text(told)
             self.path.touch()
             return 0
-        if not beside.exists():
+        if not beside.exists() or not beside.stat().st_size:
             raise ValueError(f"{self.path}: it is there and nothing was generated into it; write to another")
         if other := unlike(_read(beside), json.loads(told)):
             raise ValueError(

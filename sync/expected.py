@@ -3,7 +3,7 @@
 import json
 import logging
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from sync.errors import ManifestRefused
 from sync.manifest import Manifest, TensorSpec
@@ -16,6 +16,7 @@ _DTYPES = {
     "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2",
 }  # fmt: skip
 _MAX_HEADER_BYTES = 100 << 20
+_COMPARED_BYTES = 4 << 20
 _UNREADABLE = (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError)
 """What a header of another shape raises somewhere."""
 NO_WEIGHT = "rotary_emb.inv_freq"
@@ -73,6 +74,51 @@ def read_shapes(folder: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
     """What every tensor of a Hugging Face folder is made of, in safetensors' words, and its shape."""
     entries = {name: entry for path in weight_files(folder) for name, entry in _header(path)[0].items()}
     return {name: (str(entry["dtype"]), tuple(entry["shape"])) for name, entry in entries.items()}
+
+
+class _Place(NamedTuple):
+    file: Path
+    start: int
+    size: int
+    kind: tuple[str, tuple[int, ...]]
+
+
+def untied(folder: Path) -> str | None:
+    """What is wrong with a folder whose config.json ties the output layer to the embeddings, where its
+    weights have both; None if nothing is.
+
+    Hugging Face takes such weights at their word, and vLLM takes config.json at its own.
+    """
+    one, other = _place(folder, "model.embed_tokens.weight"), _place(folder, "lm_head.weight")
+    if one is None or other is None or not _differ(one, other):
+        return None
+    return (
+        "config.json has tie_word_embeddings true, and the weights a lm_head.weight that is not the "
+        "embeddings and would be left out; set it to false if the model was trained with both, or remove the "
+        "tensor"
+    )
+
+
+def _differ(one: _Place, other: _Place) -> bool:
+    if one.kind != other.kind:
+        return True
+    with one.file.open("rb") as left, other.file.open("rb") as right:
+        left.seek(one.start)
+        right.seek(other.start)
+        for done in range(0, one.size, _COMPARED_BYTES):
+            size = min(_COMPARED_BYTES, one.size - done)
+            if left.read(size) != right.read(size):
+                return True
+    return False
+
+
+def _place(folder: Path, tensor: str) -> _Place | None:
+    for path in weight_files(folder):
+        entries, begin = _header(path)
+        if (entry := entries.get(tensor)) is not None:
+            start, end = entry["data_offsets"]
+            return _Place(path, begin + start, end - start, (entry["dtype"], tuple(entry["shape"])))
+    return None
 
 
 def damage(path: Path) -> str | None:

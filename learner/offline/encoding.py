@@ -40,6 +40,22 @@ class Encoded:
         return sum(map(len, self.targets))
 
 
+def check_known(ids: NDArray[np.int32], vocabulary: int, tokenizer: Any) -> None:
+    """
+    Raises:
+        ValueError: The model has no such token. On tensor-parallel ranks it would be embedded as zeros, and
+            get the logprob of nothing.
+    """
+    highest = int(ids.max(initial=0))
+    if highest >= vocabulary:
+        token = tokenizer.convert_ids_to_tokens(highest)
+        raise ValueError(
+            f"{tokenizer.name_or_path}: the tokenizer makes token {highest} ({token!r}) of a row, and by "
+            f"vocab_size in config.json the model has {vocabulary}; expected the model's own tokenizer, or "
+            "embeddings that were resized for the tokens that were added to it"
+        )
+
+
 class Encoder:
     """Renders prompts as rollout servers do, and appends the tokenizer's end mark to every response.
 
@@ -49,6 +65,7 @@ class Encoder:
         system_prompt: Put before the messages of a prompt that has no system message.
         too_long: What happens to more tokens than that.
         every_turn: Whether a conversation's earlier answers are responses too.
+        vocabulary: Tokens that the model has; None where nobody knows.
 
     Raises:
         ValueError: The tokenizer has no end mark.
@@ -61,6 +78,7 @@ class Encoder:
         system_prompt: str | None,
         too_long: Literal["drop", "cut"],
         every_turn: bool = False,
+        vocabulary: int | None = None,
     ) -> None:
         if tokenizer.eos_token_id is None:
             raise ValueError(
@@ -71,6 +89,7 @@ class Encoder:
         self._max_length = max_length
         self._cuts = too_long == "cut"
         self._every_turn = every_turn
+        self._vocabulary = vocabulary
 
     def renders(self, example: Example) -> bool:
         """Whether the tokenizer can render rows like it at all."""
@@ -81,7 +100,15 @@ class Encoder:
         Raises:
             PromptRefused: `too_long` when a response that it cannot do without does not fit; `bad_row` when
                 the prompt, or what stands between a conversation's answers, cannot be rendered.
+            ValueError: The model lacks one of the tokens.
         """
+        found = self._encoded(example)
+        if self._vocabulary is not None:
+            for ids in (found.prompt, *found.responses):
+                check_known(ids, self._vocabulary, self._tokenizer)
+        return found
+
+    def _encoded(self, example: Example) -> Encoded:
         if not self.renders(example):
             raise PromptRefused("bad_row", "chat messages, and the tokenizer has no chat template")
         if self._every_turn and example.learned:

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from buffer.examples import Example
 from buffer.rendering import PromptRefused
-from learner import parallel
+from learner import collectives, parallel
 from learner.offline.encoding import Encoded, Encoder
 from learner.offline.stages import Stage
 
@@ -127,6 +127,24 @@ class ExampleFeed:
 
     def seek(self, position: dict[str, Any]) -> None:
         self._rows.seek(position)
+
+
+def check_shared(rows: Rows, key: str) -> None:
+    """See that every rank has the same rows, of which each then takes its own. Collective.
+
+    Args:
+        key: The setting that names them, for the line.
+
+    Raises:
+        ValueError: They differ: some would be trained twice and others never, and ranks that share a model
+            would not compute the same.
+    """
+    if not collectives.are_same(rows.position["data"]):
+        raise ValueError(
+            f"{key}: not every rank found the same rows; expected the same files on each host, and of a "
+            "function the same rows in the same order in each process (what it draws needs a seed, and a set "
+            "has no order)"
+        )
 
 
 def some(example: Example, most: int, seed: str) -> Example:

@@ -16,7 +16,7 @@ from learner.checkpoint import Checkpoints
 from learner.metrics import Journal
 from learner.offline.config import HeldOutConfig, OfflineExperiment, RewardConfig, SftConfig
 from learner.offline.encoding import Encoder
-from learner.offline.feed import ExampleFeed, share
+from learner.offline.feed import ExampleFeed, check_shared, share
 from learner.offline.loop import OfflineParts, resume, train
 from learner.offline.reporting import OfflineReporter
 from learner.offline.stages import Stage, make_stage
@@ -30,6 +30,7 @@ from learner.service import (
     checkpoint_setup,
     export,
     hold_folder,
+    known_tokens,
     reference_of,
     threads,
 )
@@ -87,6 +88,7 @@ def _assemble(experiment: OfflineExperiment, stop: StopFlag, stack: ExitStack) -
     encoder = encoder_of(experiment)
     # The data is opened before the model: a mistake in it is told at once.
     rows = open_stream(experiment.data, experiment.seed, experiment.stage.kind)
+    check_shared(rows, "data.train")
     drawn = experiment.stage.responses if isinstance(experiment.stage, RewardConfig) else None
     feed = ExampleFeed(
         rows, encoder, stage, learner.batch_size, experiment.data.epochs, drawn, experiment.seed
@@ -134,15 +136,19 @@ def encoder_of(experiment: OfflineExperiment) -> Encoder:
     model, stage = experiment.model, experiment.stage
     every_turn = isinstance(stage, SftConfig) and stage.turns == "every"
     tokenizer = load_tokenizer("model.path", model.path)
-    too_long = experiment.learner.too_long
-    return Encoder(tokenizer, model.max_length, experiment.data.system_prompt, too_long, every_turn)
+    too_long, vocabulary = experiment.learner.too_long, known_tokens(model.path)
+    return Encoder(
+        tokenizer, model.max_length, experiment.data.system_prompt, too_long, every_turn, vocabulary
+    )
 
 
 def _held_out(
     experiment: OfflineExperiment, held_out: HeldOutConfig, encoder: Encoder, stage: Stage, trainer: Trainer
 ) -> Prepared:
     data = DataConfig(train=held_out.source, shuffle=False, epochs=1, on_bad_row=experiment.data.on_bad_row)
-    rows = open_stream(data, experiment.seed, experiment.stage.kind).take(held_out.examples)
+    stream = open_stream(data, experiment.seed, experiment.stage.kind)
+    check_shared(stream, "eval.source")
+    rows = stream.take(held_out.examples)
     prepared = trainer.prepare(share(rows, encoder, stage).examples)
     if not prepared.total:
         raise ValueError(f"eval.source: none of its {len(rows)} rows can be used")

@@ -64,12 +64,14 @@ class Sft:
 
 
 class Preferences:
-    """What reward model and DPO share: an example counts once, if any two of its scores differ."""
+    """What reward model and DPO share: an example counts once, if any two responses differ, and in their
+    scores too."""
 
     sums: tuple[str, ...] = PAIR_SUMS
 
     def size(self, example: Encoded) -> float:
-        return float(len(set(example.scores)) > 1)
+        texts = {response.tobytes() for response in example.responses}
+        return float(len(set(example.scores)) > 1 and len(texts) > 1)
 
     def row(self, sums: dict[str, float]) -> Row:
         pairs = int(sums["pairs"])

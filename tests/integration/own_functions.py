@@ -1,5 +1,7 @@
 """A user's functions that do what the built-in ones do."""
 
+import os
+
 import torch
 
 
@@ -15,3 +17,8 @@ def loop(flow):
         if flow.save_due():
             flow.save()
         flow.report(batch, report, halves=0.5 * flow.version)
+
+
+def rows_of_each_rank():
+    """As a function would that draws without a seed, or goes through a set."""
+    return [{"prompt": "a", "response": "b " * (1 + int(os.environ["RANK"]))}] * 8

@@ -508,3 +508,32 @@ def test_a_killed_rank_is_told_in_lines_and_not_by_the_others_traceback(data, tm
     assert "rank 1 was ended by SIGKILL" in output
     assert "its other ranks are not heard any more" in output
     assert "Traceback" not in output
+
+
+def test_ranks_that_find_other_rows_than_each_other_train_on_none(data, tmp_path):
+    run = Run(tmp_path / "apart", data, "sft")
+    run.experiment["learner"]["processes"] = 2
+    run.experiment["data"]["train"] = {"kind": "function", "path": "own_functions:rows_of_each_rank"}
+    command = [str(Path(sys.executable).with_name("slipstream")), "sft", run.job()["config"]]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=Path(__file__).parent)
+    assert ended.returncode == 1, ended.stdout
+    assert "data.train: not every rank found the same rows" in ended.stdout
+    assert "Traceback" not in ended.stdout
+
+
+def test_a_rank_that_is_told_to_stop_alone_leaves_no_finished_stage(data, tmp_path):
+    run = Run(tmp_path / "told", data, "sft", steps=100_000)
+    command = [str(Path(sys.executable).with_name("slipstream")), "sft", run.job()["config"]]
+    with (tmp_path / "output").open("wb") as output:
+        stage = subprocess.Popen(command, stdout=output, stderr=output)
+    rows = run.folder / "run/metrics.jsonl"
+    while not rows.exists() or rows.read_bytes().count(b"\n") < 3:
+        assert stage.poll() is None, (tmp_path / "output").read_text()
+        time.sleep(0.1)
+    (rank,) = (
+        p for p in psutil.Process(stage.pid).children(recursive=True) if p.environ().get("RANK") == "0"
+    )
+    rank.terminate()
+    assert stage.wait(60) == 1
+    assert "before the stage was finished" in (tmp_path / "output").read_text()
+    assert not run.model.exists()

@@ -320,6 +320,14 @@ def as_fields(row):
     return {"prompt": row["a"], "responses": [row["b"]], "scores": row.get("scores", ())}
 
 
+def as_the_row_says(row):
+    return row
+
+
+def as_example_of_a_text(row):
+    return Example("p", "hello", (), row)  # pyright: ignore[reportArgumentType]
+
+
 def as_example_of_messages(row):
     return Example(tuple(row["a"]), ("r",), (), row)
 
@@ -399,6 +407,28 @@ def test_a_function_of_ones_own_is_an_adapter():
         find("builtins:len", [row], "data")(row)
     with pytest.raises(ValueError, match="cannot be imported"):
         find("buffer.nothing:here", [row], "data")
+
+
+@pytest.mark.parametrize(
+    ("fields", "told"),
+    [
+        ({"responses": "hello"}, "no list: responses 'hello'"),
+        ({"responses": {"good": "a", "bad": "b"}}, "no list: responses {'good': 'a', 'bad': 'b'}"),
+        ({"responses": {"hello"}}, "no list: responses {'hello'}"),
+        ({"responses": ["a"], "scores": "1"}, "no list: scores '1'"),
+        ({"responses": ["a"], "given": "all"}, "given: expected a number of messages, got 'all'"),
+        ({"responses": ["a"], "given": -1}, "given: expected a number of messages, got -1"),
+    ],
+)
+def test_what_a_function_of_ones_own_returns_is_not_taken_apart(fields, told):
+    """A text would be as many responses as it has letters, and the first of them would be trained."""
+    with pytest.raises(BadRow, match=re.escape(told)):
+        find(f"{__name__}:as_the_row_says", [{}], "data")({"prompt": "p", **fields})
+
+
+def test_an_example_of_ones_own_has_a_list_of_responses():
+    with pytest.raises(BadRow, match="responses: expected a list of texts, got 'hello'"):
+        find(f"{__name__}:as_example_of_a_text", [{}], "data")({})
 
 
 def test_a_document_is_taken_whole_and_only_by_name():

@@ -167,6 +167,19 @@ def test_a_place_in_other_data_is_refused(tmp_path):
             open_stream(config(path), 1, "rl").seek(nonsense)
 
 
+@pytest.mark.parametrize(("changed", "seed"), [({}, 2), ({"shuffle": False}, 1)])
+def test_a_place_in_another_order_is_refused(tmp_path, changed, seed):
+    """The same number of draws there has rows behind it that were trained, and others before it that never
+    would be."""
+    path = written(tmp_path / "a.jsonl", [{"prompt": f"p{i}"} for i in range(5)])
+    position = open_stream(config(path), 1, "rl").position
+    other = open_stream(config(path, **changed), seed, "rl")
+    with pytest.raises(ValueError, match=r"came shuffled with seed 1, and would come .*set seed and data"):
+        other.seek(position)
+    del position["order"]
+    other.seek(position)
+
+
 def test_what_was_left_out_is_counted_over_a_restart(tmp_path):
     path = written(tmp_path / "a.jsonl", [{"prompt": "a"}, {"prompt": 3}, {"prompt": "c"}])
     stream = open_stream(config(path, on_bad_row="skip", epochs=2), 1, "rl")

@@ -200,6 +200,51 @@ def test_several_files_are_one_table(tmp_path):
         opened(tmp_path / "other-*")
 
 
+def test_a_file_that_is_named_twice_is_refused(tmp_path):
+    path = tmp_path / "part-1.jsonl"
+    path.write_text(json.dumps(ROWS[0]))
+    (tmp_path / "other.jsonl").symlink_to(path)
+    for paths in ((path, path), (path, tmp_path / "part-*"), (path, tmp_path / "other.jsonl")):
+        with pytest.raises(ValueError, match=r"named twice.*each of its rows would come twice"):
+            opened(*paths)
+
+
+READS_A_CUT_FILE = """
+import sys
+from buffer.examples import FileChanged
+from buffer.experiment import FilesSource
+from buffer.sources import open_table
+
+table = open_table(FilesSource(kind="files", path=sys.argv[1]), 1)
+assert len(table[len(table) - 1]["text"]) == 5000
+open(sys.argv[1], "r+b").truncate(100)
+try:
+    table[len(table) - 1]
+except FileChanged as error:
+    print(error)
+"""
+
+
+def test_a_mapped_file_that_loses_its_end_costs_its_rows_and_not_the_process(tmp_path):
+    path = write_arrow(tmp_path / "a.arrow", [{"text": f"{i}" * 5000} for i in range(8)])
+    size = path.stat().st_size
+    done = subprocess.run(
+        [sys.executable, "-c", READS_A_CUT_FILE, str(path)], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done
+    assert done.stdout == f"the file was changed since it was opened: 100 bytes of {size}\n"
+
+
+def test_a_mapped_file_that_is_replaced_or_removed_is_still_read(tmp_path):
+    path = write_arrow(tmp_path / "a.arrow", ROWS)
+    table = opened(path)
+    other = write_arrow(tmp_path / "b.arrow", ROWS[:1])
+    other.replace(path)
+    assert rows_of(table) == ROWS
+    path.unlink()
+    assert rows_of(table) == ROWS
+
+
 def test_what_is_no_data_is_told(tmp_path):
     (tmp_path / "a.txt").write_text("hello")
     (tmp_path / "a.parquet").write_text("hello")

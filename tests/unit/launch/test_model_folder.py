@@ -62,6 +62,27 @@ def test_a_config_that_is_not_the_weights_is_told_by_the_first_tensor(make_model
         assert line.startswith(f"model.path={folder}: ")
 
 
+def test_an_output_layer_beside_tied_embeddings_is_told_unless_it_is_the_same(make_model):
+    folder = make_model("both", {"lm_head.weight": (32, 8)})
+    assert trained(folder) == []
+    tensors = load_file(folder / "model.safetensors")
+    tensors["lm_head.weight"][31, 7] = 1
+    save_file(tensors, folder / "model.safetensors")
+    told = f"model.path={folder}: config.json has tie_word_embeddings true, and the weights a lm_head.weight"
+    for faults in (trained(folder), model_folder.served("model.path", str(folder), 128)):
+        (line,) = faults
+        assert line.startswith(told)
+    half = {"lm_head.weight": tensors.pop("lm_head.weight").astype(np.float16)}
+    save_file(tensors, folder / "a.safetensors")
+    save_file(half, folder / "b.safetensors")
+    (folder / "model.safetensors").unlink()
+    (line,) = trained(folder)
+    assert line.startswith(told)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": False}))
+    assert trained(folder) == []
+
+
 @pytest.mark.parametrize(
     ("changes", "told"),
     [

@@ -2,12 +2,14 @@
 
 import io
 import json
+import sys
 from dataclasses import replace
 
 import pytest
 import yaml
 from rich.console import Console
 
+from launch import offline
 from launch.history import History
 from launch.local import tell_resuming
 from launch.offline import ProgressLine, is_finished, read_stage
@@ -100,6 +102,16 @@ def test_a_model_of_before_further_steps_is_not_the_last_ones(over):
         file.write(json.dumps({"step": 4, "steps": 4}) + "\n")
     assert not is_finished(stage(over, steps=4), history(over))
     assert not is_finished(stage(over, steps=3), history(over))
+
+
+def test_a_learner_that_ends_before_the_stage_is_finished_is_no_success(tmp_path, monkeypatch, capsys):
+    """As after a SIGTERM that was for it alone, or where an adapter calls exit."""
+    monkeypatch.setattr(offline, "torchrun", lambda ranks: [sys.executable, "-c", "print('last words')"])
+    assert offline.run_stage(stage(tmp_path / "new", steps=3), "slipstream sft made.yaml", Console()) == 1
+    told = capsys.readouterr().out
+    assert "learner ended behind step 0, before the stage was finished" in told
+    assert "last words" in told
+    assert "slipstream sft made.yaml" in told
 
 
 def test_without_a_terminal_every_step_is_a_line(run_dir, capsys):

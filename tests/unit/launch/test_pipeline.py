@@ -85,6 +85,51 @@ def test_a_mistake_in_the_pipeline_is_one_line(pipeline_file, old, new, reason):
         pipeline.read(pipeline_file, [])
 
 
+STAGES = """
+name: chat
+run_dir: {run_dir}
+stages:
+  - {{name: sft, command: sft, config: {sft}}}
+  - {{name: reward, command: reward, config: {reward}, overrides: {{model.path: "{{sft}}"}}}}
+  - {{name: dpo, command: dpo, config: {dpo}, overrides: {{model.path: "{{sft}}"}}}}
+  - name: rl
+    command: run
+    config: {judged}
+    overrides: {{model.path: "{{dpo}}", rollout.rewards.helpful.model: "{{reward}}"}}
+"""
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "reason"),
+    [
+        ("", "", None),
+        ('model.path: "{dpo}"', 'model.path: "{reward}"',
+         r"stage rl: model\.path: the stage reward writes a reward model; expected a language model"),
+        ('helpful.model: "{reward}"', 'helpful.model: "{sft}"',
+         r"stage rl: .*helpful\.model: the stage sft writes a language model; expected a reward model"),
+        ('D, overrides: {', 'D, overrides: {learner.checkpoint.export: false, ',
+         r"stage rl: model\.path: the stage dpo writes no model, by its learner\.checkpoint\.export=false"),
+        ('D, overrides: {', 'D, overrides: {run_dir: elsewhere, ',
+         r"stages\.2\.overrides: run_dir is what the pipeline gives each stage"),
+    ],
+    ids=["good", "reward-as-policy", "policy-as-reward", "not-exported", "elsewhere"],
+)  # fmt: skip
+def test_what_a_stage_is_handed_is_known_before_the_first_one_starts(tmp_path, old, new, reason):
+    """Otherwise hours later; or never, where an earlier run left another model at the place."""
+    configs = Path(__file__).parents[3] / "configs"
+    files = {name: configs / f"{name}.yaml" for name in ("sft", "reward", "dpo", "judged")}
+    text = STAGES.format(run_dir=tmp_path, **files)
+    path = tmp_path / "pipeline.yaml"
+    path.write_text(
+        text.replace(old.replace("D,", f"{files['dpo']},"), new.replace("D,", f"{files['dpo']},"))
+    )
+    if reason is None:
+        assert [stage.config.name for stage in pipeline.read(path, [])] == ["sft", "reward", "dpo", "rl"]
+        return
+    with pytest.raises(ConfigError, match=reason):
+        pipeline.read(path, [])
+
+
 class Scripted:
     """A stage whose command notes that it ran and ends with a code."""
 

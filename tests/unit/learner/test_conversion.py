@@ -246,6 +246,19 @@ def test_weights_that_the_config_does_not_ask_for_are_not_left_behind(make, tmp_
     assert not target.exists()
 
 
+def test_an_output_layer_beside_tied_embeddings_is_left_behind_only_where_it_is_the_same(make, tmp_path):
+    source, target = make("llama-3-tied"), tmp_path / "checkpoint"
+    found = weights(source)
+    output = found["model.embed_tokens.weight"].clone()
+    save_file(found | {"lm_head.weight": output}, source / "model.safetensors")
+    conversion.hf_to_megatron(source, tmp_path / "same", ParallelConfig())
+    output[-1, -1] += 1
+    save_file(found | {"lm_head.weight": output}, source / "model.safetensors")
+    with pytest.raises(ValueError, match="tie_word_embeddings true, and the weights a lm_head"):
+        conversion.hf_to_megatron(source, target, ParallelConfig())
+    assert not target.exists()
+
+
 @pytest.fixture
 def reward_model(tmp_path):
     torch.manual_seed(3)

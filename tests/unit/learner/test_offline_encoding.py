@@ -156,6 +156,16 @@ def test_a_chat_row_is_refused_where_the_tokenizer_has_no_template_and_told_from
     assert encoder(tokenizer).renders(chat)
 
 
+@pytest.mark.parametrize("row", [example("c", "a"), example("a", "a", "c", scores=(1, 0))])
+def test_a_token_that_the_model_lacks_is_told_and_not_trained(tokenizer, row):
+    known = Encoder(tokenizer, 16, None, "drop", vocabulary=5)
+    assert ids(known.encode(row)) == ids(encoder(tokenizer).encode(row))
+    lacking = Encoder(tokenizer, 16, None, "drop", vocabulary=4)
+    assert ids(lacking.encode(example("a", "b"))) == ([A], [[B, END]])
+    with pytest.raises(ValueError, match=r"makes token 4 \('c'\) of a row, and .* the model has 4; expected"):
+        lacking.encode(row)
+
+
 def test_a_tokenizer_without_an_end_mark_is_refused(tokenizer):
     tokenizer.eos_token = None
     with pytest.raises(ValueError, match="no eos_token"):

@@ -83,6 +83,15 @@ def test_at_the_reference_itself_dpo_knows_nothing():
 def test_an_example_of_equal_scores_teaches_nothing():
     assert REWARD.size(encoded(1, 2, scores=(0.7, 0.7))) == 0
     assert REWARD.size(encoded(1, 2, 3, scores=(0.7, 0.7, 0.3))) == 1
+
+
+def test_an_example_of_equal_responses_teaches_nothing():
+    """Whatever is preferred: they get the same score, and the same logprob."""
+    assert DPO.size(encoded(2, 2, scores=(1.0, 0.0))) == 0
+    assert DPO.size(encoded(2, 2, 1, scores=(1.0, 0.0, 0.0))) == 1
+
+
+def test_of_no_pair_the_row_tells_no_mean():
     assert DPO.row({"loss": 0.0, "pairs": 0.0, "correct": 0.0, "preferred": 0.0, "other": 0.0}) == {
         "pairs": 0
     }

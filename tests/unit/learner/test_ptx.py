@@ -23,9 +23,13 @@ class Words:
     """A tokenizer of numbers."""
 
     eos_token_id = END
+    name_or_path = "words"
 
     def encode(self, text: str) -> list[int]:
         return [int(word) for word in text.split()]
+
+    def convert_ids_to_tokens(self, number: int) -> str:
+        return str(number)
 
 
 class Rows:
@@ -51,9 +55,9 @@ class Rows:
         self.draw = position["draw"]
 
 
-def texts(batch_size=5, coefficient=2.5) -> Texts:
+def texts(batch_size=5, coefficient=2.5, vocabulary=67) -> Texts:
     fields = {"data": {"kind": "jsonl", "path": "x"}, "batch_size": batch_size, "coefficient": coefficient}
-    return Texts(PtxConfig.model_validate(fields), Rows(), Words(), LONGEST, budget=64)
+    return Texts(PtxConfig.model_validate(fields), Rows(), Words(), LONGEST, 64, vocabulary)
 
 
 @pytest.fixture(scope="module")
@@ -97,6 +101,13 @@ def test_nothing_to_train_on_adds_no_micro_batch(one_process):
     report = TextReport()
     assert mixed.next(report).micro_batches == []
     assert report.row()["ptx/loss"] is None
+
+
+def test_a_token_that_the_model_lacks_is_told_and_not_trained(one_process):
+    with pytest.raises(
+        ValueError, match=r"words: the tokenizer makes token 28 .* the model has 28; expected"
+    ):
+        texts(vocabulary=28).next(TextReport())
 
 
 def batch() -> Batch:

@@ -92,6 +92,25 @@ def test_lines_of_other_settings_are_not_continued(tmp_path):
     assert output(path).begin() == len(ROWS)
 
 
+def test_a_file_is_written_by_one_process_at_a_time(tmp_path):
+    path = tmp_path / "new" / "out.jsonl"
+    with output(path).held():
+        assert output(path).begin() == 0
+        with pytest.raises(ValueError, match=r"out\.jsonl: another process is writing it"):
+            output(path).held().__enter__()
+    with output(path).held():
+        asyncio.run(predict(ROWS, output(path), upside_down, 2))
+    assert len(lines_of(path)) == len(ROWS)
+
+
+def test_what_is_nobodys_output_has_no_settings_made_beside_it(tmp_path):
+    own = tmp_path / "own.jsonl"
+    own.write_text("{}\n")
+    with pytest.raises(ValueError, match="nothing was generated into it"), output(own).held():
+        output(own).begin()
+    assert list(tmp_path.iterdir()) == [own]
+
+
 def test_settings_that_cannot_be_read_are_told_with_their_file(tmp_path):
     path = tmp_path / "out.jsonl"
     output(path).begin()
