@@ -266,7 +266,20 @@ def _scored_lengths(e: WholeExperiment) -> list[str]:
     ]
 
 
-CHECKS = (_lengths, _shards, _addresses, _reach, _sources, _scored_lengths)
+def own_models(e: WholeExperiment | OfflineExperiment) -> list[str]:
+    """Models to start from that the run would replace by its own."""
+    value = e.learner.value if isinstance(e.learner, LearnerConfig) else None
+    named = {"model.path": e.model.path} | ({"learner.value.path": value.path} if value is not None else {})
+    written = {(Path(e.run_dir) / name).resolve() for name in ("model", "ema_model", "value_model")}
+    return [
+        f"{key}={path}: where run_dir={e.run_dir} has its own trained model written; take another run_dir to "
+        "train on from it"
+        for key, path in named.items()
+        if Path(path).resolve() in written
+    ]
+
+
+CHECKS = (_lengths, _shards, _addresses, _reach, _sources, _scored_lengths, own_models)
 
 
 def read(path: str | Path, overrides: list[str], services: Collection[str] = SERVICES) -> WholeExperiment:

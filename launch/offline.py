@@ -15,7 +15,7 @@ from buffer.config_errors import ConfigError, placed
 from buffer.experiment import load
 from buffer.processor import COMPUTING_ENVIRONMENT
 from launch import model_folder
-from launch.experiment import check_kind, missing_rows, missing_start, unknown_readers
+from launch.experiment import check_kind, missing_rows, missing_start, own_models, unknown_readers
 from launch.history import History, Record
 from launch.local import (
     check_folder,
@@ -63,7 +63,12 @@ def read_stage(path: str | Path, overrides: list[str], kind: str) -> OfflineExpe
     model = experiment.model
     head: Head = "score" if kind == "reward" else "vocabulary"
     layout = experiment.learner.parallel
-    reasons = missing_rows(experiment) + unknown_readers(experiment) + missing_start(experiment.learner)
+    reasons = (
+        own_models(experiment)
+        + missing_rows(experiment)
+        + unknown_readers(experiment)
+        + missing_start(experiment.learner)
+    )
     reasons += model_folder.trained("model.path", model.path, model.max_length, layout, head)
     if reasons:
         raise ConfigError("\n".join(placed(path, overrides, reason) for reason in reasons))

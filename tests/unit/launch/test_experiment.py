@@ -128,6 +128,18 @@ def test_a_mistake_is_one_line_that_names_the_key(config_file, reward_folder, ov
     assert str(error.value).startswith((str(config_file), "override "))
 
 
+@pytest.mark.parametrize("name", ["model", "ema_model"])
+def test_a_run_that_would_replace_what_it_starts_from_is_refused(config_file, model_folder, tmp_path, name):
+    run_dir = tmp_path / "other"
+    (run_dir / name).parent.mkdir()
+    model_folder.rename(run_dir / name)
+    overrides = [f"model.path={run_dir / name}", f"run_dir={tmp_path / 'elsewhere'}"]
+    assert read(config_file, overrides).model.path == str(run_dir / name)
+    (tmp_path / "link").symlink_to(run_dir)
+    with pytest.raises(ConfigError, match=r"model\.path=.*: where run_dir=.*/link has its own trained model"):
+        read(config_file, [overrides[0], f"run_dir={tmp_path / 'link'}"])
+
+
 @pytest.mark.parametrize(
     ("key", "service"), [("rollout.engine", "rollout"), ("rollout.rewards.x.engine", "scorer")]
 )

@@ -207,3 +207,21 @@ def test_a_mistake_is_told_before_anything_starts(tmp_path, model_folder, overri
     with pytest.raises(ValueError, match=r"stage\.yaml|override") as error:
         read_stage(path, overrides, "reward")
     assert told in str(error.value)
+
+
+def test_a_stage_that_would_replace_what_it_starts_from_is_refused(tmp_path, model_folder):
+    (tmp_path / "rows.jsonl").write_text("{}\n")
+    config = {
+        "name": "made",
+        "run_dir": str(tmp_path),
+        "model": {"path": str(model_folder)},
+        "data": {"train": {"kind": "jsonl", "path": str(tmp_path / "rows.jsonl")}},
+        "stage": {"kind": "sft"},
+        "learner": {"steps": 3},
+    }
+    path = tmp_path / "stage.yaml"
+    path.write_text(yaml.safe_dump(config))
+    with pytest.raises(
+        ValueError, match=r"model\.path=.*: where run_dir=.* has its own trained model written"
+    ):
+        read_stage(path, [], "sft")
