@@ -159,6 +159,15 @@ def learning_rate(config: OptimizerConfig, step: int, steps: int) -> float:
     return config.min_lr + (config.lr - config.min_lr) * left
 
 
+def warn_of_warmup(config: OptimizerConfig, steps: int) -> None:
+    """Say so where the rate never reaches what is configured."""
+    if config.warmup_steps > steps:
+        logger.warning(
+            "learner.optimizer.warmup_steps=%d is more than the %d steps: the rate never reaches lr",
+            config.warmup_steps, steps,
+        )  # fmt: skip
+
+
 def set_rates(optimizer: Any, rate: float, config: OptimizerConfig) -> None:
     """Give every parameter group this step's settings; a resume left it with the checkpoint's.
 

@@ -48,7 +48,7 @@ from learner.loop import train
 from learner.metrics import Journal
 from learner.offline.config import OfflineExperiment
 from learner.offline.feed import check_shared
-from learner.optimizer import Trainable, make_trainable, prepare_schedule
+from learner.optimizer import Trainable, make_trainable, prepare_schedule, warn_of_warmup
 from learner.ptx import Texts
 from learner.publishing import Publishing, WeightSender
 from learner.reference.fingerprint import fingerprint
@@ -252,12 +252,8 @@ def _assemble(
             f"{parallel.dp_size()} data-parallel ranks share buffer.groups_per_batch="
             f"{experiment.buffer.groups_per_batch} groups; expected at least one group each"
         )
-    warmup = learner.optimizer.warmup_steps
-    if warmup > learner.steps and parallel.rank() == 0:
-        logger.warning(
-            "learner.optimizer.warmup_steps=%d is more than learner.steps=%d: the rate never reaches lr",
-            warmup, learner.steps,
-        )  # fmt: skip
+    if parallel.rank() == 0:
+        warn_of_warmup(learner.optimizer, learner.steps)
     # The data is opened before the model: a mistake in it is told at once.
     texts = _texts(experiment)
     trained = _trained(experiment, stop, stack)

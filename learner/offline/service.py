@@ -21,7 +21,7 @@ from learner.offline.loop import OfflineParts, resume, train
 from learner.offline.reporting import OfflineReporter
 from learner.offline.stages import Stage, make_stage
 from learner.offline.trainer import Prepared, Trainer
-from learner.optimizer import make_trainable
+from learner.optimizer import make_trainable, warn_of_warmup
 from learner.reference.fingerprint import fingerprint
 from learner.schedule import CheckpointSchedule
 from learner.service import (
@@ -106,6 +106,8 @@ def _assemble(experiment: OfflineExperiment, stop: StopFlag, stack: ExitStack) -
     if step:
         resume(feed, trainable, checkpoints.position(step))
     planned = min(n for n in (learner.steps, feed.steps(step)) if n is not None)
+    if parallel.rank() == 0:
+        warn_of_warmup(learner.optimizer, planned)
     trainer = Trainer(learner, stage, trainable, reference, planned)
     held_out = experiment.eval and _held_out(experiment, experiment.eval, encoder, stage, trainer)
     steps = step if feed.used_up else planned

@@ -8,7 +8,7 @@ import torch
 from transformers import get_scheduler
 
 from learner.config import OptimizerConfig
-from learner.optimizer import MOST_SKIPPED, Trainable, learning_rate, set_rates
+from learner.optimizer import MOST_SKIPPED, Trainable, learning_rate, set_rates, warn_of_warmup
 
 
 def rates(steps, **config):
@@ -57,6 +57,13 @@ def test_a_run_as_short_as_its_warmup_and_a_step_beyond_the_end_are_defined():
     assert rates(1, schedule="linear") == [1.0]
     assert rates(2, schedule="cosine", warmup_steps=4) == [0.25, 0.5]
     assert learning_rate(OptimizerConfig(lr=1.0, min_lr=0.2, schedule="linear"), 50, 5) == pytest.approx(0.2)
+
+
+def test_a_rate_that_never_gets_where_it_is_to_go_is_told(caplog):
+    warn_of_warmup(OptimizerConfig(warmup_steps=4), 4)
+    assert not caplog.messages
+    warn_of_warmup(OptimizerConfig(warmup_steps=5), 4)
+    assert "warmup_steps=5 is more than the 4 steps" in caplog.text
 
 
 def test_norms_and_biases_are_not_decayed():
