@@ -342,13 +342,8 @@ def _texts(experiment: LearnerExperiment) -> Texts | None:
     check_shared(rows, "learner.ptx.data")
     tokenizer = load_tokenizer("model.path", experiment.model.path)
     budget = experiment.learner.tokens_per_microbatch
-    vocabulary = known_tokens(experiment.model.path)
-    return Texts(ptx, rows, tokenizer, experiment.model.max_length, budget, vocabulary)
-
-
-def known_tokens(path: str) -> int:
-    """How many tokens the model in a folder has."""
-    return families.read(path, families.own_head(path)).vocab
+    bounds = bounds_of(experiment.model)
+    return Texts(ptx, rows, tokenizer, experiment.model.max_length, budget, bounds.vocabulary)
 
 
 def build(

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from buffer.bounds import bounds_of
 from buffer.experiment import DataConfig
 from buffer.stacks import Stillness
 from buffer.stream import open_stream
@@ -30,7 +31,6 @@ from learner.service import (
     checkpoint_setup,
     export,
     hold_folder,
-    known_tokens,
     reference_of,
     threads,
 )
@@ -138,7 +138,7 @@ def encoder_of(experiment: OfflineExperiment) -> Encoder:
     model, stage = experiment.model, experiment.stage
     every_turn = isinstance(stage, SftConfig) and stage.turns == "every"
     tokenizer = load_tokenizer("model.path", model.path)
-    too_long, vocabulary = experiment.learner.too_long, known_tokens(model.path)
+    too_long, vocabulary = experiment.learner.too_long, bounds_of(model).vocabulary
     return Encoder(
         tokenizer, model.max_length, experiment.data.system_prompt, too_long, every_turn, vocabulary
     )
