@@ -78,6 +78,8 @@ class Example:
                 if not self.responses:
                     raise BadRow("sft needs a response, this row has none")
                 best = max(range(len(self.responses)), key=lambda i: self.scores[i]) if self.scores else 0
+                if not self.responses[best].strip():  # the end mark alone would be learned
+                    raise BadRow("sft needs text in the response, which is empty here; leave such rows out")
                 return replace(self, responses=(self.responses[best],), scores=())
             case "reward" | "dpo":
                 if len(self.responses) < 2 or not self.scores:
@@ -111,8 +113,14 @@ class Example:
 
 
 def is_learned(message: dict[str, Any]) -> bool:
-    """Whether it is the assistant's; OpenAI's files mark with weight 0 those that are not to be learned."""
-    return message.get("role") == "assistant" and message.get("weight") != 0
+    """Whether it is the assistant's; OpenAI's files mark with weight 0 those that are not to be learned.
+
+    Raises:
+        BadRow: It has another weight than 0 and 1.
+    """
+    if (weight := message.get("weight")) not in (None, 0, 1):
+        raise BadRow(f"weight of a message: expected 0 or 1, got {shown(weight)}")
+    return message.get("role") == "assistant" and weight != 0
 
 
 def _check_prompt(prompt: Any) -> None:
@@ -126,6 +134,7 @@ def _check_message(message: Any) -> None:
     if not isinstance(message, dict) or not {"role", "content"} <= set(message):
         raise BadRow(f"prompt: expected chat messages with `role` and `content`, got {shown(message)}")
     role, content = message["role"], message["content"]
+    is_learned(message)
     if role not in ROLES:
         raise BadRow(f"prompt: role {shown(role)}: expected one of {', '.join(ROLES)}")
     if content is None and role == "assistant" and message.get("tool_calls"):

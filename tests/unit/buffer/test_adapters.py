@@ -447,6 +447,25 @@ def test_pretraining_takes_a_text_and_nothing_else():
             other.fitted("pretraining")
 
 
+@pytest.mark.parametrize("response", ["", " \n"])
+def test_sft_learns_no_empty_answer(response):
+    assert Example("p", (response, "b"), (0.0, 1.0), {}).fitted("sft").responses == ("b",)
+    assert Example("p", (response, "b"), (1.0, 0.0), {}).fitted("dpo").responses == (response, "b")
+    for example in (Example("p", (response,), (), {}), Example("p", (response, "b"), (1.0, 0.0), {})):
+        with pytest.raises(BadRow, match="sft needs text in the response, which is empty here"):
+            example.fitted("sft")
+
+
+@pytest.mark.parametrize("weight", ["0", 0.5, "no"])
+def test_a_message_is_learned_or_not(weight):
+    """A text of 0 would be learned, and half a weight taken for a whole one."""
+    find("auto", [{"messages": [USER, REPLY]}], "data")({"messages": [USER, REPLY | {"weight": 0.0}, USER]})
+    for messages in ([USER, REPLY | {"weight": weight}, MORE, SIX], [USER, REPLY | {"weight": weight}]):
+        row = {"messages": messages}
+        with pytest.raises(BadRow, match="weight of a message: expected 0 or 1, got"):
+            find("auto", [row], "data")(row)
+
+
 def test_sft_takes_the_best_response():
     example = Example("p", ("a", "b", "c"), (0.1, 0.7, 0.3), {})
     assert example.fitted("sft") == Example("p", ("b",), (), {})
