@@ -18,7 +18,7 @@ from buffer.chat_rows import (
     from_preference,
     from_turns,
 )
-from buffer.dotted import resolve
+from buffer.dotted import RAISED, resolve
 from buffer.examples import BadRow, Example, shown
 from buffer.transcripts import ASSISTANT, asked, unrepeated
 
@@ -267,7 +267,7 @@ def custom(path: str) -> Adapter:
     def read(row: Row) -> Example:
         try:
             made = function(row)
-        except Exception as error:  # a user's function may raise anything; it costs this row
+        except RAISED as error:  # a user's function may raise anything; it costs this row
             raise BadRow(f"{path} raised {type(error).__name__}: {error}") from error
         if isinstance(made, Mapping):
             fields = {"responses": (), "scores": (), "row": row, "given": None, **made}

@@ -14,6 +14,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+RAISED = (Exception, SystemExit)
+"""What a user's function may: `exit` in one must not end its caller as though all were well."""
 _SHAPE = re.compile(r"[^\W\d][\w.]*:[^\W\d]\w*")
 
 
@@ -88,12 +90,15 @@ def resolve(path: str) -> Callable[..., Any]:
         function = getattr(importlib.import_module(module), name or " ")
     except (ImportError, AttributeError, ValueError) as error:
         raise ValueError(f"{path}: cannot be imported as package.module:function: {error}") from None
+    except RAISED as error:  # a user's module may raise anything
+        told = f"{type(error).__name__}: {error}{place(error)}"
+        raise ValueError(f"{path}: cannot be imported as package.module:function: {told}") from error
     if not callable(function):
         raise ValueError(f"{path}: is a {type(function).__name__}; expected a function")
     return function
 
 
-def place(error: Exception) -> str:
+def place(error: BaseException) -> str:
     """Where such a function raised it, as far as it was in Python."""
     raised = traceback.extract_tb(error.__traceback__)[-1]
     return f" ({raised.filename}:{raised.lineno})"

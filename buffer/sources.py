@@ -8,7 +8,7 @@ from typing import Any
 
 from buffer.adapters import plain
 from buffer.arrow_tables import ArrowTable, saved_by_datasets
-from buffer.dotted import place, resolve
+from buffer.dotted import RAISED, place, resolve
 from buffer.examples import BadRow
 from buffer.experiment import FilesSource, FunctionSource, JsonlSource, ReasoningGymSource, SingleSource
 from buffer.tables import Joined, ListTable, Table
@@ -101,7 +101,7 @@ def _function(source: FunctionSource) -> Table:
     function = resolve(source.path)
     try:
         rows = list(function(**source.args))
-    except Exception as error:  # a user's function may raise anything
+    except RAISED as error:  # a user's function may raise anything
         told = f"{type(error).__name__}: {error}{place(error)}"
         raise ValueError(f"{source.path} raised {told}") from error
     return ListTable(source.path, [_plain(row, f"{source.path} row {n}") for n, row in enumerate(rows)])

@@ -45,17 +45,42 @@ def test_bad_rows_are_told_or_counted(tmp_path):
         open_stream(config(path), 1, "rl")
 
 
+def exits():
+    raise SystemExit(0)
+
+
+def test_a_function_of_ones_own_that_exits_has_failed():
+    """Its caller would end in order otherwise, with nothing done."""
+    source = {"kind": "function", "path": f"{__name__}:exits"}
+    with pytest.raises(ValueError, match=r":exits raised SystemExit: 0 \(.*test_stream\.py:\d+\)"):
+        open_stream(DataConfig.model_validate({"train": source}), 1, "rl")
+
+
+@pytest.mark.parametrize("line", ["raise SystemExit(0)", "1 / 0"])
+def test_a_module_of_ones_own_that_does_not_come_up_is_told_by_its_line(tmp_path, monkeypatch, line):
+    (tmp_path / "does_not_come_up.py").write_text(f"\n{line}\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ValueError, match=r"cannot be imported .*: \w+: .*does_not_come_up\.py:2\)"):
+        open_stream(
+            DataConfig.model_validate({"train": {"kind": "function", "path": "does_not_come_up:rows"}}),
+            1,
+            "rl",
+        )
+
+
 class OwnError(Exception):
     pass
 
 
 def refuses_b(row):
     if row["prompt"] == "b":
-        raise {"assert": AssertionError, "divide": ZeroDivisionError, "own": OwnError}[row["how"]]("no b")
+        raise {"assert": AssertionError, "divide": ZeroDivisionError, "own": OwnError, "exit": SystemExit}[
+            row["how"]
+        ]("no b")
     return {"prompt": row["prompt"]}
 
 
-@pytest.mark.parametrize("how", ["assert", "divide", "own"])
+@pytest.mark.parametrize("how", ["assert", "divide", "own", "exit"])
 def test_whatever_an_adapter_of_ones_own_raises_costs_its_row_alone(how, tmp_path):
     path = written(tmp_path / "a.jsonl", [{"prompt": p, "how": how} for p in "abc"])
     data = {
@@ -65,7 +90,7 @@ def test_whatever_an_adapter_of_ones_own_raises_costs_its_row_alone(how, tmp_pat
     stream = open_stream(DataConfig.model_validate({**data, "on_bad_row": "skip", "epochs": 1}), 1, "rl")
     assert [e.prompt for e in stream.take(9)] == ["a", "c"]
     assert stream.counts == {"bad_row": 1}
-    with pytest.raises(BadRow, match=r"a\.jsonl:2: .*:refuses_b raised \w*Error: no b"):
+    with pytest.raises(BadRow, match=r"a\.jsonl:2: .*:refuses_b raised (\w*Error|SystemExit): no b"):
         open_stream(DataConfig.model_validate(data), 1, "rl")
 
 
