@@ -40,6 +40,10 @@ def generate(
 
     if output.is_dir():
         raise ValueError(f"{output}: a folder; expected the file that is to be written")
+    if output.suffix == ".log":
+        raise ValueError(
+            f"{output}: what the engine says goes to OUTPUT's name with .log; take another ending"
+        )
     if top_p == 0:
         raise ValueError("--top-p: expected more than 0; greedy is --temperature 0")
     experiment = prediction.read(config, overrides or [], model)
