@@ -54,7 +54,9 @@ class Section(BaseModel):
             for item in value if isinstance(value, list) else [value]:
                 if isinstance(item, bool) and kinds & {int, float} and bool not in kinds:
                     raise bad_setting(name, "float_type" if float in kinds else "int_type", value)
-                if isinstance(item, int) and int in kinds and abs(item) > LARGEST_NUMBER:
+                # YAML's 1e10 is a float, of which pydantic makes a whole number where one is wanted.
+                made = isinstance(item, float) and item.is_integer() and float not in kinds
+                if (isinstance(item, int) or made) and int in kinds and abs(item) > LARGEST_NUMBER:
                     raise bad_setting(name, "less_than_equal", value, le=LARGEST_NUMBER)
         return values
 

@@ -55,6 +55,7 @@ def told(tmp_path, *overrides: str, text: str = "name: made\nrun_dir: runs/made\
         ("inner=3", "inner: expected keys of its own below it, got 3"),
         ("inner=null", "inner: expected keys of its own below it, got null"),
         ("seed=-1", "seed: expected at least 0, got -1"),
+        ("seed=1e10", "seed: expected at most 2147483647, got 10000000000.0"),
         ("seed=4294967296", "seed: expected at most 2147483647, got 4294967296"),
         ("seed=true", "seed: expected a whole number, got true"),
         ("name=7", "name: expected text, got 7; put it in quotes"),
