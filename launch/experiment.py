@@ -372,6 +372,7 @@ def _models(e: WholeExperiment, services: Iterable[str]) -> list[str]:
             tokenizer=False,
             layout_key=f"{key}.parallel",
         )
+        found += model_folder.same_words("learner.value.path", value.path, path)
     return found
 
 

@@ -82,6 +82,38 @@ def served(key: str, path: str, max_length: int | None = None, scores: bool = Fa
     return found or _weights(key, path) or _tokenizer(key, path) or _unlike(key, path, fields)
 
 
+def same_words(key: str, path: str, other: str) -> list[str]:
+    """Why a model could not read the token ids of another one's, in one line at most.
+
+    Args:
+        key: The setting that names it, for the line.
+        path: Its folder.
+        other: The other one's. What cannot be read is another check's, and a tokenizer of another kind than
+            tokenizer.json is not compared.
+    """
+    known, asked = _words(path), _words(other)
+    for word, number in asked.items():
+        if (found := known.get(word, number)) != number:
+            shown = json.dumps(word, ensure_ascii=False)
+            return [
+                f"{key}={path}: its tokenizer has {shown} as token {found}, and that of model.path={other} "
+                f"as {number}; expected a model with the policy's tokenizer"
+            ]
+    return []
+
+
+def _words(path: str) -> dict[str, int]:
+    """Of a folder's tokenizer, by their ids."""
+    try:
+        told = json.loads((Path(path) / "tokenizer.json").read_text())
+        words = told["model"]["vocab"]
+        # Of a unigram model they lie in the ids' order, each with its score.
+        found = words if isinstance(words, dict) else {word: i for i, (word, _) in enumerate(words)}
+        return found | {token["content"]: token["id"] for token in told.get("added_tokens") or ()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return {}
+
+
 def longest(path: str) -> int | None:
     """Tokens that the model in a folder takes at most; None where its config.json does not tell."""
     found = _config("", path)[0].get("max_position_embeddings")

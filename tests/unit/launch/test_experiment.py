@@ -128,6 +128,16 @@ def test_a_mistake_is_one_line_that_names_the_key(config_file, reward_folder, ov
     assert str(error.value).startswith((str(config_file), "override "))
 
 
+def test_a_value_model_of_other_words_is_refused(config_file, model_folder, reward_folder):
+    overrides = [override.replace("REWARD", str(reward_folder)) for override in APART]
+    (model_folder / "tokenizer.json").write_text('{"model": {"vocab": {"a": 0, "b": 1}}}')
+    (reward_folder / "tokenizer.json").write_text('{"model": {"vocab": {"a": 0, "b": 1}}}')
+    read(config_file, overrides)
+    (reward_folder / "tokenizer.json").write_text('{"model": {"vocab": {"b": 0, "a": 1}}}')
+    with pytest.raises(ConfigError, match=r"^override learner\.value\.path=.* \"a\" as token 1, and that of"):
+        read(config_file, overrides)
+
+
 @pytest.mark.parametrize("name", ["model", "ema_model"])
 def test_a_run_that_would_replace_what_it_starts_from_is_refused(config_file, model_folder, tmp_path, name):
     run_dir = tmp_path / "other"

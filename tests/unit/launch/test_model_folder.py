@@ -26,6 +26,31 @@ def test_a_folder_that_fits_has_no_fault(make_model):
     assert trained(make_model("rope", {"model.layers.0.self_attn.rotary_emb.inv_freq": (2,)})) == []
 
 
+@pytest.mark.parametrize(
+    ("words", "added", "told"),
+    [
+        ({"a": 0, "b": 1}, {}, None),
+        ({"a": 0, "b": 1, "c": 2}, {"d": 3}, None),
+        ({"b": 1}, {"a": 0}, None),
+        ([["a", -1.0], ["b", -2.0]], {}, None),
+        ({"b": 0, "a": 1}, {}, 'its tokenizer has "a" as token 1, and that of model.path='),
+        ({"a": 0}, {"b": 7}, 'its tokenizer has "b" as token 7, and that of model.path='),
+        (None, {}, None),
+        (3, {}, None),
+    ],
+)
+def test_a_model_that_reads_anothers_tokens_has_its_words(make_model, words, added, told):
+    """As many tokens are not the same ones."""
+    policy, value = make_model("policy"), make_model("value")
+    (policy / "tokenizer.json").write_text(json.dumps({"model": {"vocab": {"a": 0, "b": 1}}}))
+    tokens = [{"content": word, "id": number} for word, number in added.items()]
+    made = {"model": {"vocab": words}, "added_tokens": tokens} if words is not None else {}
+    (value / "tokenizer.json").write_text(json.dumps(made))
+    found = model_folder.same_words("learner.value.path", str(value), str(policy))
+    assert len(found) == (told is not None)
+    assert told is None or found[0].startswith(f"learner.value.path={value}: {told}")
+
+
 def test_a_reward_model_is_none_that_generates(make_model):
     folder = make_model("scores")
     config = json.loads((folder / "config.json").read_text())
