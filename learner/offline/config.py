@@ -8,6 +8,8 @@ from buffer.experiment import DataConfig, Experiment, LoggingConfig, ModelConfig
 from learner.algorithm import PairLossConfig
 from learner.config import TrainingConfig
 
+Select = Literal["random", "first", "best"]
+
 
 class SftConfig(Section):
     """Imitate the responses."""
@@ -22,7 +24,18 @@ class RewardConfig(Section):
 
     kind: Literal["reward"]
     responses: int | None = Field(default=None, ge=2)
-    """Of a row with more, so many are trained each time it comes, drawn by the seed; null trains all."""
+    """Of a row with more, so many are trained each time it comes; null trains all."""
+    select: Select = "random"
+    """Which ones. random: drawn by the seed, others each time. first: as they stand in the row. best: those
+    with the highest scores, of equal ones the first."""
+
+    @model_validator(mode="after")
+    def _selects_of_some(self) -> Self:
+        if self.select != "random" and self.responses is None:
+            raise ValueError(
+                f"select={self.select} would do nothing: all responses are trained; set responses to how many"
+            )
+        return self
 
 
 class DpoConfig(PairLossConfig):

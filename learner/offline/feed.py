@@ -10,6 +10,7 @@ from typing import Any, Protocol
 from buffer.examples import Example
 from buffer.rendering import PromptRefused
 from learner import collectives, parallel
+from learner.offline.config import Select
 from learner.offline.encoding import Encoded, Encoder
 from learner.offline.stages import Stage
 
@@ -48,8 +49,9 @@ class ExampleFeed:
         stage: Says what teaches it something.
         batch_size: Rows of a step, over all ranks.
         epochs: Passes that there are; None for no end.
-        responses: Of an example with more, so many are drawn; None takes all.
-        seed: Of these draws.
+        responses: Of an example with more, so many are taken; None takes all.
+        select: Which ones.
+        seed: Of draws among them.
     """
 
     def __init__(
@@ -60,6 +62,7 @@ class ExampleFeed:
         batch_size: int,
         epochs: int | None,
         responses: int | None = None,
+        select: Select = "random",
         seed: int = 0,
     ) -> None:
         self._rows = rows
@@ -68,6 +71,7 @@ class ExampleFeed:
         self._stage = stage
         self._batch_size = batch_size
         self._responses = responses
+        self._select: Select = select
         self._seed = seed
 
     def check_first(self) -> None:
@@ -94,7 +98,7 @@ class ExampleFeed:
         before, place = self._unreadable(), f"{self._seed}/{self._rows.position['draw']}"
         rows = self._rows.take(self._batch_size)
         if self._responses is not None:
-            rows = [some(row, self._responses, f"{place}/{i}") for i, row in enumerate(rows)]
+            rows = [some(row, self._responses, self._select, f"{place}/{i}") for i, row in enumerate(rows)]
         found = share(rows, self._encoder, self._stage)
         if parallel.dp_rank() == 0:  # every rank skipped the same
             found.counts["bad_row"] += self._unreadable() - before
@@ -147,13 +151,19 @@ def check_shared(rows: Rows, key: str) -> None:
         )
 
 
-def some(example: Example, most: int, seed: str) -> Example:
+def some(example: Example, most: int, select: Select, seed: str) -> Example:
     """The example with so many of its responses at most, in their order."""
-    number = len(example.responses)
-    if number <= most:
+    places = range(len(example.responses))
+    if len(places) <= most:
         return example
-    chosen = sorted(random.Random(seed).sample(range(number), most))
-    responses, scores = (tuple(of[i] for i in chosen) for of in (example.responses, example.scores))
+    match select:
+        case "random":
+            chosen = random.Random(seed).sample(places, most)
+        case "first":
+            chosen = places[:most]
+        case "best":
+            chosen = sorted(places, key=lambda i: -example.scores[i])[:most]
+    responses, scores = (tuple(of[i] for i in sorted(chosen)) for of in (example.responses, example.scores))
     return replace(example, responses=responses, scores=scores)
 
 

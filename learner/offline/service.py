@@ -89,10 +89,11 @@ def _assemble(experiment: OfflineExperiment, stop: StopFlag, stack: ExitStack) -
     # The data is opened before the model: a mistake in it is told at once.
     rows = open_stream(experiment.data, experiment.seed, experiment.stage.kind)
     check_shared(rows, "data.train")
-    drawn = experiment.stage.responses if isinstance(experiment.stage, RewardConfig) else None
+    of = experiment.stage if isinstance(experiment.stage, RewardConfig) else RewardConfig(kind="reward")
     feed = ExampleFeed(
-        rows, encoder, stage, learner.batch_size, experiment.data.epochs, drawn, experiment.seed
-    )
+        rows, encoder, stage, learner.batch_size, experiment.data.epochs, of.responses, of.select,
+        experiment.seed,
+    )  # fmt: skip
     feed.check_first()
     check_start(experiment)
     model = build(experiment, learner.lora, stage.head)

@@ -12,7 +12,7 @@ from buffer.stream import open_stream
 from learner import parallel
 from learner.offline.config import RewardConfig
 from learner.offline.encoding import Encoded
-from learner.offline.feed import ExampleFeed, share
+from learner.offline.feed import ExampleFeed, share, some
 from learner.offline.stages import make_stage
 
 STAGE = make_stage(RewardConfig(kind="reward"))
@@ -142,7 +142,7 @@ def test_so_many_responses_of_a_row_are_drawn_anew_each_time_and_the_same_again_
     data = DataConfig.model_validate({"train": {"kind": "jsonl", "path": str(path)}, "shuffle": False})
 
     def made(seed=1):
-        return ExampleFeed(open_stream(data, 1, "reward"), Letters(), STAGE, 2, None, 3, seed)
+        return ExampleFeed(open_stream(data, 1, "reward"), Letters(), STAGE, 2, None, 3, seed=seed)
 
     def drawn(of, count):
         for _ in range(count):
@@ -163,6 +163,25 @@ def test_so_many_responses_of_a_row_are_drawn_anew_each_time_and_the_same_again_
     resumed.seek(again.position)
     assert list(drawn(resumed, 8)) == letters[12:]
     assert list(drawn(made(seed=2), 20)) != letters
+
+
+@pytest.mark.parametrize(
+    ("select", "letters", "scores"), [("first", "abc", (1, 4, 0)), ("best", "bde", (4, 2, 4))]
+)
+def test_the_first_or_the_best_responses_are_taken_in_their_order_whatever_the_seed(select, letters, scores):
+    example = Example("p", tuple("abcde"), (1, 4, 0, 2, 4), {})
+    for seed in "xyz":
+        taken = some(example, 3, select, seed)
+        assert "".join(taken.responses) == letters
+        assert taken.scores == scores
+    assert some(example, 5, select, "x") is example
+    tied = Example("p", tuple("abc"), (1, 1, 1), {})
+    assert some(tied, 2, select, "x").responses == ("a", "b")
+
+
+def test_a_choice_among_all_responses_is_refused():
+    with pytest.raises(ValueError, match=r"select=best would do nothing.*set responses to how many"):
+        RewardConfig.model_validate({"kind": "reward", "select": "best"})
 
 
 def test_a_place_in_the_data_is_found_again(as_rank, tmp_path):
