@@ -95,7 +95,11 @@ def run_stage(experiment: OfflineExperiment, command: str, console: Console) -> 
             check_trained_from(experiment)
             from launch.report import write_report  # matplotlib: not before it is needed
 
-            console.print(write_report(run_dir).text(), highlight=False, markup=False, soft_wrap=True)
+            summary = write_report(run_dir).text()
+            end = ending.read(run_dir)
+            more = "data.epochs" if end is not None and end.epochs is not None else "learner.steps"
+            told = f"{run_dir} is finished. To train on, raise {more}; to start afresh, take another run_dir"
+            console.print(f"{summary}\n{told}", highlight=False, markup=False, soft_wrap=True)
             return 0
         check_checkpoint(experiment)
         config = write_config(experiment, console)

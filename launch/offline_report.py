@@ -9,7 +9,7 @@ from typing import Any
 from launch.history import History
 from launch.overview import clock, step_seconds
 from launch.plots import draw_stage
-from launch.summary import columns, others_written, written
+from launch.summary import columns, model_told, others_written, written
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,8 @@ class StageSummary:
     left_out: dict[str, int]
     """Rule → examples."""
     model: str | None
+    exports: bool
+    """Whether the stage is to write one at its end."""
     others: dict[str, str]
     """Folders of what else was trained, by what it is (`summary.others_written`)."""
     report: str
@@ -48,7 +50,7 @@ class StageSummary:
             ("examples", f"{self.examples}, {self.tokens} trained tokens"),
             ("left out", out),
             *self.others.items(),
-            ("model", self.model or "not written yet"),
+            ("model", model_told(self.model, self.exports)),
         ]
 
     def text(self) -> str:
@@ -102,6 +104,7 @@ def summarize_stage(run_dir: Path, config: dict[str, Any], history: History) -> 
         values={name: (series[0], series[-1]) for name, series in values.items()},
         left_out={k.removeprefix(LEFT_OUT): round(sum(history.series(k)[1])) for k in sorted(rules)},
         model=written(run_dir / "model"),
+        exports=config["learner"]["checkpoint"]["export"],
         others=others_written(run_dir),
         report=str(run_dir / "report"),
     )

@@ -192,7 +192,9 @@ def run(stages: list[Stage], command: str, console: Console) -> int:
         console.rule(f"stage {number} of {len(stages)}: {stage.config.name}")
         code = _run(stage.command, command)
         if code:
-            console.print(f"stage {stage.config.name} is not finished; `{command}` goes on with it")
+            # How to go on the stage has said, or what is to be mended.
+            told = f"stage {number} of {len(stages)}, {stage.config.name}, is not finished"
+            console.print(f"the pipeline ends here: {told}", highlight=False, markup=False, soft_wrap=True)
             return code
     return 0
 

@@ -120,10 +120,15 @@ class Plan:
         target, limit = self.target, self.target.device_gib * GIB
         found = [f"{kind.name}: {kind.impossible}" for kind in self.kinds if kind.impossible]
         if target.gpu:
+            # Of ranks of one job the largest speaks for all that are too large.
+            largest: dict[str, RankKind] = {}
+            for kind in sorted(self.kinds, key=lambda kind: kind.total):
+                if kind.total > limit:
+                    largest[kind.name.partition(",")[0]] = kind
             found += [
                 f"{kind.name} takes {kind.total / GIB:.1f} GiB of {target.device_gib:g}"
                 for kind in self.kinds
-                if kind.total > limit
+                if kind in largest.values()
             ]
             if target.devices is not None and self.devices > target.devices:
                 found.append(f"{self.devices} devices are needed, {target.devices} are there")

@@ -25,9 +25,11 @@ def print_plans(plans: Sequence[Plan], console: Console) -> int:
     """
     code = max(print_plan(plan, console) for plan in plans)
     if len(plans) > 1:
-        wanting = ", ".join(plan.experiment.name for plan in plans if plan.reasons())
+        wanting = [plan.experiment.name for plan in plans if plan.reasons()]
         told = (
-            f"DOES NOT FIT: {wanting} does not" if wanting else f"FITS: each of its {len(plans)} stages does"
+            f"DOES NOT FIT, by its {'stages' if len(wanting) > 1 else 'stage'} {' and '.join(wanting)}"
+            if wanting
+            else f"FITS: each of its {len(plans)} stages does"
         )
         _quiet(console)(f"[bold {'red' if wanting else 'green'}]the pipeline {told}[/]")
     return code

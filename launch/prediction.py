@@ -25,6 +25,8 @@ LINE_EVERY_S = 10.0
 """Between lines where there is no terminal."""
 STARTING_EVERY_S = 30.0
 """The same while the engine starts."""
+RATED_S = 5.0
+"""Behind the first row, before which a rate says nothing."""
 
 
 def read(config: Path, overrides: list[str], model: Path | None) -> PredictionExperiment:
@@ -163,7 +165,8 @@ class ProgressLine:
         self._up.set()
         self._completions += 0 if self._first is None else len(line["completions"])
         self._first = now if self._first is None else self._first
-        rate = f"{self._completions / (now - self._first):.1f} completions/s" if now > self._first else ""
+        seconds = now - self._first  # rows of one wave are written within milliseconds
+        rate = f"{self._completions / seconds:.1f} completions/s" if seconds >= RATED_S else ""
         self._bar.update(self._task, completed=number + 1, total=total, rate=rate)
         if not self._console.is_terminal and (now - self._last_line >= LINE_EVERY_S or number + 1 == total):
             self._last_line = now

@@ -75,6 +75,8 @@ class Summary:
     duplicates: int
     dropped: dict[str, int]
     model: str | None
+    exports: bool
+    """Whether the run is to write one at its end."""
     others: dict[str, str]
     """Folders of what else was trained, by what it is (`others_written`)."""
     report: str
@@ -155,12 +157,14 @@ class Summary:
         return list(self.reward_parts.items()) if len(self.reward_parts) > 1 else []
 
     def text(self) -> str:
-        rows = [*self.rows(), ("model", self.model or "not written yet"), ("report", self.report)]
+        model = model_told(self.model, self.exports)
+        rows = [*self.rows(), ("model", model), ("report", self.report)]
         return "\n".join([f"{self.name}: {self.verdict()}", *columns(rows)])
 
     def markdown(self) -> str:
         table = "\n".join(
-            f"| {key} | {value} |" for key, value in (*self.rows(), ("model", self.model or "—"))
+            f"| {key} | {value} |"
+            for key, value in (*self.rows(), ("model", model_told(self.model, self.exports)))
         )
         return f"# {self.name}\n\n**{self.verdict()}**\n\n| | |\n| --- | --- |\n{table}\n"
 
@@ -243,6 +247,7 @@ def summarize(run_dir: Path, history: History | None = None) -> Summary:
         duplicates=int(buffer.get("duplicates", 0)),
         dropped={rule: int(n) for rule, n in dict(buffer.get("dropped") or {}).items()},
         model=written(run_dir / "model"),
+        exports=config["learner"]["checkpoint"]["export"],
         others=others_written(run_dir),
         report=str(run_dir / "report"),
     )
@@ -268,6 +273,12 @@ def _learned(records: list[Record]) -> dict[str, tuple[float | None, float | Non
     shown = [key for key in LEARNED if key not in absent]
     ends = {LEARNED[key]: (mean_of(records[:1], key), mean_of(records[-1:], key)) for key in shown}
     return {name: both for name, both in ends.items() if None not in both}
+
+
+def model_told(model: str | None, exports: bool) -> str:
+    if model is not None:
+        return model
+    return "not written yet" if exports else "not written: learner.checkpoint.export=false"
 
 
 def written(model: Path) -> str | None:

@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 import sys
 from dataclasses import replace
 
@@ -23,7 +24,8 @@ def run_dir(tmp_path):
     """A stage's folder after 3 of 3 steps, held-out rows before and after."""
     folder = tmp_path / "run"
     folder.mkdir()
-    config = {"name": "made", "stage": {"kind": "dpo"}, "learner": {"steps": 3}}
+    learner = {"steps": 3, "checkpoint": {"export": True}}
+    config = {"name": "made", "stage": {"kind": "dpo"}, "learner": learner}
     (folder / "config.yaml").write_text(yaml.safe_dump(config))
     made = {"loss": 0.4, "accuracy": 0.5, "examples": 7, "tokens": 90, "left_out/too_long": 1}
     rows = [{"step": s, "steps": 3, "time/step": 2.0, "tokens/s": 50.0, "time": s + 1} for s in range(4)]
@@ -44,6 +46,9 @@ def history(folder):
 def test_the_report_has_before_and_after_and_the_pictures(run_dir):
     summary = write_report(run_dir)
     text = summary.text()
+    assert re.search(r"model +not written yet", text)
+    unasked = replace(summary, exports=False).text()
+    assert re.search(r"model +not written: learner.checkpoint.export=false", unasked)
     for told in ("made (dpo)", "3 of 3 in 8 s", "0.5000 → 0.8000", "21, 270 trained tokens", "3 too_long"):
         assert told in text
     assert sorted(p.name for p in (run_dir / "report").iterdir()) == [

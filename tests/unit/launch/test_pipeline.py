@@ -146,7 +146,7 @@ def test_a_stage_that_does_not_end_well_ends_the_pipeline(tmp_path, capsys, code
     assert pipeline.run(stages, "slipstream pipeline p.yaml", Console()) == code
     assert log.read_text() == ran
     told = capsys.readouterr().out
-    assert ("stage a is not finished; `slipstream pipeline p.yaml` goes on with it" in told) == (code != 0)
+    assert ("the pipeline ends here: stage 1 of 2, a, is not finished" in told) == (code != 0)
 
 
 def test_a_stage_names_the_pipelines_command_as_the_one_to_go_on_with(tmp_path):

@@ -455,7 +455,7 @@ def test_several_plans_end_with_one_verdict():
     code, told = shown(fits, fits)
     assert (code, told.splitlines()[-1]) == (0, "the pipeline FITS: each of its 2 stages does")
     code, told = shown(fits, does_not)
-    assert (code, told.splitlines()[-1]) == (1, "the pipeline DOES NOT FIT: policy-70b does not")
+    assert (code, told.splitlines()[-1]) == (1, "the pipeline DOES NOT FIT, by its stage policy-70b")
     told = json.loads(as_json([fits, does_not]))
     assert (told["fits"], [stage["fits"] for stage in told["stages"]]) == (False, [True, False])
 
