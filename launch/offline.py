@@ -24,6 +24,7 @@ from launch.local import (
     locked,
     stopping_line,
     tell_resuming,
+    tell_unmade,
     write_config,
 )
 from launch.overview import clock, seconds_left
@@ -96,6 +97,7 @@ def run_stage(experiment: OfflineExperiment, command: str, console: Console) -> 
             from launch.report import write_report  # matplotlib: not before it is needed
 
             console.print(write_report(run_dir).text(), highlight=False, markup=False, soft_wrap=True)
+            tell_unmade(experiment, console)
             return 0
         check_checkpoint(experiment)
         config = write_config(experiment, console)
