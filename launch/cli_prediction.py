@@ -1,5 +1,6 @@
 """The commands that sample a model: `generate`, `evaluate` and `chat`."""
 
+import math
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,6 +11,13 @@ import typer
 
 from buffer.ctrl_c import EXIT_INTERRUPTED
 from launch.command_line import Config, Overrides, fail
+
+
+def _finite(value: float | None) -> float | None:
+    if value is not None and math.isinf(value):
+        raise typer.BadParameter("expected a finite number")
+    return value
+
 
 ModelFolder = Annotated[Path | None, typer.Option(help="Another model folder than the file's model.path.")]
 
@@ -22,7 +30,8 @@ def generate(
     model: ModelFolder = None,
     samples: Annotated[int, typer.Option(min=1, help="Completions of each prompt.")] = 1,
     temperature: Annotated[
-        float | None, typer.Option(min=0, help="Default: rollout.sampling.temperature; 0 is greedy.")
+        float | None,
+        typer.Option(min=0, callback=_finite, help="Default: rollout.sampling.temperature; 0 is greedy."),
     ] = None,
     top_p: Annotated[
         float, typer.Option(min=0, max=1, help="From the most probable tokens of this share together.")
@@ -75,7 +84,7 @@ def evaluate(
 def chat(
     model: Annotated[Path, typer.Argument(metavar="MODEL", help="A Hugging Face folder.")],
     system: Annotated[str | None, typer.Option(help="The system message it begins with.")] = None,
-    temperature: Annotated[float, typer.Option(min=0, help="0 is greedy.")] = 0.7,
+    temperature: Annotated[float, typer.Option(min=0, callback=_finite, help="0 is greedy.")] = 0.7,
     top_p: Annotated[float, typer.Option(min=0.001, max=1, help="As of `generate`.")] = 1.0,
     max_tokens: Annotated[int, typer.Option(min=1, help="Of an answer.")] = 512,
     max_length: Annotated[

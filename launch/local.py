@@ -232,16 +232,32 @@ def check_folder(e: Experiment) -> None:
 def write_config(e: Experiment, console: Console) -> Path:
     """Write the resolved experiment beside the run; tell what changed when the run is resumed."""
     path = Path(e.run_dir) / "config.yaml"
-    if path.exists():
-        old = resolved(path)
-        # A port that was free may be another one at each start; that is no change of the experiment.
-        changes = [c for c in differences(old, e.model_dump(mode="json")) if ".address " not in c]
-        if changes:
-            told = f"changed since the last start: {', '.join(changes)}"
-            console.print(told, highlight=False, markup=False, soft_wrap=True)
+    if changes := _changes(e):
+        told = f"changed since the last start: {', '.join(changes)}"
+        console.print(told, highlight=False, markup=False, soft_wrap=True)
     with writing(path.parent):
         write_whole(path, dump(e))
     return path
+
+
+def tell_unmade(e: Experiment, console: Console) -> None:
+    """Of a run that is finished: what this command asks for otherwise than the last start of it did. How
+    weights travel and what is logged trained nothing."""
+    if changes := [c for c in _changes(e) if not c.startswith(("sync.", "logging."))]:
+        told = (
+            f"changed since it was made, and not trained: {', '.join(changes)}; take another run_dir for it"
+        )
+        console.print(told, highlight=False, markup=False, soft_wrap=True)
+
+
+def _changes(e: Experiment) -> list[str]:
+    """Since the last start, where there was one."""
+    path = Path(e.run_dir) / "config.yaml"
+    if not path.exists():
+        return []
+    # A port that was free may be another one at each start; that is no change of the experiment.
+    found = differences(resolved(path), e.model_dump(mode="json"))
+    return [change for change in found if ".address " not in change]
 
 
 def keep_config(e: WholeExperiment) -> None:
@@ -332,6 +348,7 @@ def _tell_finished(e: WholeExperiment, console: Console) -> int:
 
         summary = write_report(run_dir)
     console.print(summary.text(), highlight=False, markup=False, soft_wrap=True)
+    tell_unmade(e, console)
     more = "learner.steps" if summary.steps >= e.learner.steps else "data.epochs"
     console.print(
         f"{e.run_dir} is finished. To train on, raise {more}; to start afresh, take another run_dir",

@@ -24,6 +24,7 @@ from launch.local import (
     locked,
     stopping_line,
     tell_resuming,
+    tell_unmade,
     write_config,
 )
 from launch.overview import clock, seconds_left
@@ -100,6 +101,7 @@ def run_stage(experiment: OfflineExperiment, command: str, console: Console) -> 
             more = "data.epochs" if end is not None and end.epochs is not None else "learner.steps"
             told = f"{run_dir} is finished. To train on, raise {more}; to start afresh, take another run_dir"
             console.print(f"{summary}\n{told}", highlight=False, markup=False, soft_wrap=True)
+            tell_unmade(experiment, console)
             return 0
         check_checkpoint(experiment)
         config = write_config(experiment, console)

@@ -24,7 +24,10 @@ from rollout.prediction import Line, Output, Predictor, Row, predict
 from rollout.scorer.folder import model_reward
 from rollout.scorer.local import LocalScorer, open_model
 from rollout.total_reward import open_rewards
-from sync.expected import weight_files
+from sync.expected import INDEX, weight_files
+
+DESCRIBES = (".json", ".jinja", ".model", ".txt")
+"""Endings of the files beside a model's weights that say how it reads and writes."""
 
 
 class Told(Protocol):
@@ -181,6 +184,8 @@ def settings_of(
     return {
         "model": str(Path(experiment.model.path).resolve()),
         "weights": weights_of(experiment.model.path),
+        "described": described(experiment.model.path),
+        "dtype": experiment.model.dtype,
         "max_length": experiment.model.max_length,
         "data": fingerprint(rows),
         "system_prompt": experiment.data.system_prompt if experiment.data else None,
@@ -199,8 +204,24 @@ def settings_of(
 def _reward(reward: Reward) -> dict[str, Any]:
     told = reward.model_dump(mode="json")
     if isinstance(reward, ModelReward) and reward.weight != 0:
-        told["weights"] = weights_of(reward.model)
+        told |= {"weights": weights_of(reward.model), "described": described(reward.model)}
     return told
+
+
+def described(path: str) -> str:
+    """Changes when what lies beside the weights in a model's folder does: config, tokenizer, chat template.
+
+    Raises:
+        ValueError: A file of it cannot be read.
+    """
+    digest = hashlib.blake2b(digest_size=12)
+    try:
+        for file in sorted(Path(path).iterdir()):
+            if file.suffix in DESCRIBES and file.name != INDEX:
+                digest.update(f"{file.name} {content(file)}\n".encode())
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read: {error}") from None
+    return digest.hexdigest()
 
 
 def weights_of(path: str) -> str:

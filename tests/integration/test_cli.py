@@ -101,6 +101,11 @@ def test_a_plan_takes_less_than_two_seconds_and_says_by_its_exit_code_whether_it
         ),
         (("keys", "/proc/x"), "error: /proc/x: cannot be made: No such file or directory"),
         (("generate", "configs/demo.yaml", "README.md", "."), ".: a folder; expected the file that is to be"),
+        (
+            ("generate", "configs/demo.yaml", "README.md", "x", "--temperature", "inf"),
+            "expected a finite number",
+        ),
+        (("chat", "model", "--temperature", "inf"), "Invalid value for '--temperature': expected a finite"),
         (("generate", "configs/demo.yaml", "README.md", "out.log"), "out.log: what the engine says goes to"),
         (("run", "nowhere.yaml"), "nowhere.yaml: no such file"),
         (("run", "configs"), "configs"),

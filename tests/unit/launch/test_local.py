@@ -110,6 +110,21 @@ def test_a_finished_run_says_what_came_of_it_and_is_not_run_again(start, tmp_pat
     assert (tmp_path / "run" / "report" / "summary.json").exists()
 
 
+def test_what_a_finished_run_was_made_without_is_told(start, config_file):
+    assert start(FINISHES)[0] == 0
+    assert "not trained" not in start(FAILS)[1]
+    changed = yaml.safe_load(config_file.read_text())
+    changed["learner"]["optimizer"] = {"lr": 0.5}
+    changed |= {"sync": {"backend": "gloo"}}
+    config_file.write_text(yaml.safe_dump(changed))
+    code, output = start(FAILS)
+    assert code == 0
+    told = (
+        "changed since it was made, and not trained: learner.optimizer.lr 1e-06 → 0.5; take another run_dir"
+    )
+    assert told in output
+
+
 def test_a_failure_is_told_with_its_reason_and_how_to_go_on(start):
     code, output = start(FAILS, STAYS)
     assert code == 1

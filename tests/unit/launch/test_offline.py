@@ -11,6 +11,7 @@ import yaml
 from rich.console import Console
 
 from launch import offline
+from launch.experiment import dump
 from launch.history import History
 from launch.local import tell_resuming
 from launch.offline import ProgressLine, is_finished, read_stage
@@ -107,6 +108,15 @@ def test_a_model_of_before_further_steps_is_not_the_last_ones(over):
         file.write(json.dumps({"step": 4, "steps": 4}) + "\n")
     assert not is_finished(stage(over, steps=4), history(over))
     assert not is_finished(stage(over, steps=3), history(over))
+
+
+def test_what_a_finished_stage_was_made_without_is_told(over, monkeypatch, capsys):
+    monkeypatch.setattr(offline, "check_trained_from", lambda experiment: None)
+    (over / "config.yaml").write_text(dump(stage(over, steps=3)))
+    assert offline.run_stage(stage(over, steps=3), "slipstream sft made.yaml", Console()) == 0
+    assert "not trained" not in capsys.readouterr().out
+    assert offline.run_stage(stage(over, steps=3, seed=7), "slipstream sft made.yaml", Console()) == 0
+    assert "changed since it was made, and not trained: seed 1 → 7; take another" in capsys.readouterr().out
 
 
 def test_a_learner_that_ends_before_the_stage_is_finished_is_no_success(tmp_path, monkeypatch, capsys):

@@ -160,6 +160,31 @@ def test_a_model_trained_again_at_its_place_does_not_go_on_in_the_lines_of_the_o
         begin(scored=False)
 
 
+def test_another_template_or_type_does_not_go_on_in_the_lines_of_the_one_before(tmp_path):
+    policy, judge = (folder_of_weights(tmp_path / name, 1.0) for name in ("policy", "judge"))
+    sections = {"name": "e", "run_dir": str(tmp_path)}
+    sections |= {"rollout": {"rewards": {"helpful": {"model": judge, "dtype": "float32"}}}}
+
+    def begin(dtype="float32"):
+        model = {"path": policy, "dtype": dtype}
+        experiment = PredictionExperiment.model_validate(sections | {"model": model})
+        settings = offline.settings_of(experiment, ROWS, SamplingPlan(2, 0.7, 8, 1.0, None), scored=True)
+        return Output(tmp_path / "out.jsonl", settings).begin()
+
+    assert begin() == begin() == 0
+    with pytest.raises(ValueError, match=r'other settings: dtype "float32" → "bfloat16"; bring'):
+        begin("bfloat16")
+    template = tmp_path / "judge/chat_template.jinja"
+    template.write_text("{{ messages }}")
+    with pytest.raises(ValueError, match=r'other settings: rewards\.helpful\.described "\w{24}" → "'):
+        begin()
+    template.rename(tmp_path / "policy/chat_template.jinja")
+    with pytest.raises(ValueError, match=r'other settings: described "\w{24}" → "\w{24}"; bring'):
+        begin()
+    (tmp_path / "policy/chat_template.jinja").rename(tmp_path / "policy/README.md")
+    assert begin() == 0
+
+
 def test_weights_that_cannot_be_read_are_told_with_their_folder(tmp_path):
     path = folder_of_weights(tmp_path / "policy", 1.0)
     (tmp_path / "policy/model.safetensors.index.json").write_text(
