@@ -7,6 +7,7 @@ The shapes are those of ChatLearn (query/response/score, prompt, text, eval_func
 import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,7 +20,7 @@ from buffer.chat_rows import (
     from_turns,
 )
 from buffer.dotted import RAISED, resolve
-from buffer.examples import BadRow, Example, shown
+from buffer.examples import BadRow, Example, Stage, shown
 from buffer.transcripts import ASSISTANT, asked, unrepeated
 
 Row = dict[str, Any]
@@ -210,13 +211,14 @@ ADAPTERS: Mapping[str, Adapter] = {
 }
 
 
-def find(name: str, first_rows: Sequence[Row], where: str) -> Adapter:
+def find(name: str, first_rows: Sequence[Row], where: str, stage: Stage = "rl") -> Adapter:
     """The adapter of a source.
 
     Args:
         name: One of `ADAPTERS`, `package.module:function`, or `auto` to tell by the rows.
         first_rows: The first few, at least one.
         where: The source, for the error.
+        stage: What the rows are for.
 
     Raises:
         ValueError: Unknown name, or rows of no or of several known shapes.
@@ -228,16 +230,28 @@ def find(name: str, first_rows: Sequence[Row], where: str) -> Adapter:
             raise ValueError(f"adapter {name!r}: expected {AUTO}, {_known()}")
         return ADAPTERS[name]
     best = _fitting(first_rows)
-    if len(best) == 1:
+    if len(best) == 1 and _serves(best[0], first_rows, stage):
         return best[0]
-    # A few rows that are not like the others (they will be told as bad rows) must not hide what the rest are.
+    # A few rows that are not like the others, or lack a key that these have (they will be told as bad rows),
+    # must not hide what the rest are.
     votes = Counter(fit[0].name for row in first_rows if len(fit := _fitting([row])) == 1)
     for name, count in votes.most_common(1):
         if 2 * count >= len(first_rows):
             return ADAPTERS[name]
+    if len(best) == 1:
+        return best[0]  # its first row then says what the stage misses
     told = f"could be {' or '.join(a.told(first_rows) for a in best)}" if best else "rows of no known shape"
     found = _listed(sorted(_keys(first_rows[0])))
     raise ValueError(f"{where}: {told}; keys found: {found}; set `adapter` to one of {_known()}")
+
+
+def _serves(adapter: Adapter, rows: Sequence[Row], stage: Stage) -> bool:
+    """Whether the stage can use any of the rows, read so."""
+    for row in rows:
+        with suppress(BadRow):
+            adapter(row).fitted(stage)
+            return True
+    return False
 
 
 def _keys(row: Row) -> set[str]:

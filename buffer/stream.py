@@ -185,7 +185,8 @@ def open_sources(
         table = open_table(part, seed)
         rows = first_rows(table, LOOKED_AT)
         name = getattr(part, "adapter", AUTO)
-        adapter = find("document" if (name, stage) == (AUTO, "pretraining") else name, rows, table.name)
+        name = "document" if (name, stage) == (AUTO, "pretraining") else name
+        adapter = find(name, rows, table.name, stage)
         logger.info("%s: read as %s, %d rows", table.name, adapter.told(rows), len(table))
         source = Source(table, adapter, stage, split, share(len(table), split, stage))
         if not len(source):

@@ -278,6 +278,16 @@ def test_a_few_strange_rows_do_not_hide_the_shape_of_the_rest():
         find("auto", mixed, "data")
 
 
+def test_a_row_that_lacks_what_the_stage_needs_does_not_decide_how_the_others_are_read():
+    whole, short = {"prompt": "p", "response": "r"}, {"prompt": "p"}
+    rows = [whole, whole, short]
+    assert find("auto", rows, "data", "sft").name == "prompt-response"
+    assert find("auto", rows, "data", "rl").name == "prompt", "every row has one"
+    scored = {**whole, "score": 1.0}
+    assert find("auto", [scored, whole], "data", "sft").name == "prompt-response", "both can be used so"
+    assert find("auto", [short, short, whole], "data", "sft").name == "prompt", "most rows have none"
+
+
 @pytest.mark.parametrize(
     ("row", "reason"),
     [
