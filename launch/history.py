@@ -60,6 +60,11 @@ def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < LARGEST
 
 
+def _is_texts(value: object) -> bool:
+    return isinstance(value, list) and all(isinstance(text, str) for text in value)
+
+
+CHANGES = "changes.jsonl"
 LARGEST = 1e18
 LIVE_LINES = 100
 """More than anybody looks back at in a run under way."""
@@ -83,6 +88,8 @@ class History:
     """Of a reference on ranks of its own."""
     value: list[Record] = field(default_factory=list)
     """Of a value model on ranks of its own."""
+    changes: list[Record] = field(default_factory=list)
+    """Of the configuration, at starts behind the first step: `step` and `changes`."""
     scores: dict[int, Record] = field(default_factory=dict)
     """Evaluation score lines by policy version; none where every prompt was dropped."""
     completions: dict[int, dict[tuple[str, int], Record]] = field(default_factory=dict)
@@ -98,6 +105,7 @@ class History:
         self._tail("eval.jsonl").rewritten()
         records = {int(r["step"]): r for r in self._tail("metrics.jsonl").new() if "step" in r}
         self.steps |= records
+        self.changes += [r for r in self._tail(CHANGES).new() if "step" in r and _is_texts(r.get("changes"))]
         self._add(self.buffer, "buffer")
         self._add(self.reference, "reference")
         self._add(self.value, "value")

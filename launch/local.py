@@ -4,6 +4,7 @@ Consumes: an experiment. Waits for: the services to end by themselves, which the
 its steps and the last evaluation is in. Unblocked by: that, the first failure, or Ctrl-C.
 """
 
+import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -17,7 +18,7 @@ from buffer.run_lock import RunLock
 from buffer.whole_file import write_whole
 from launch import resuming
 from launch.experiment import WholeExperiment, addresses, apart, differences, dump, resolved, reward_models
-from launch.history import History
+from launch.history import CHANGES, History
 from launch.overview import many
 from launch.placement import settle_address, usable_cores, visible_gpus
 from launch.screen import Screen
@@ -75,7 +76,7 @@ def run(experiment: WholeExperiment, command: str, console: Console, plan: Plan 
         for service in ("buffer", "learner"):
             RunLock(run_dir, service).release()  # refused before all is started: one that was by hand lives
         experiment = settle(experiment)
-        config = write_config(experiment, console)
+        config = write_config(experiment, history, console)
         services = (plan or plan_services)(experiment, config)
         announce(experiment, history, console)
         with (
@@ -229,13 +230,18 @@ def check_folder(e: Experiment) -> None:
         raise RunError(f"{path.parent}: holds a run of `slipstream {there}`; take another run_dir")
 
 
-def write_config(e: Experiment, console: Console) -> Path:
-    """Write the resolved experiment beside the run; tell what changed when the run is resumed."""
-    path = Path(e.run_dir) / "config.yaml"
-    if changes := _changes(e):
+def write_config(e: Experiment, history: History, console: Console) -> Path:
+    """Write the resolved experiment beside the run; tell what changed when the run is resumed, and keep that
+    for the summary, which compares what was before with what is behind."""
+    path, step = Path(e.run_dir) / "config.yaml", max(history.steps, default=0)
+    changes = _changes(e)
+    if changes:
         told = f"changed since the last start: {', '.join(changes)}"
         console.print(told, highlight=False, markup=False, soft_wrap=True)
     with writing(path.parent):
+        if changes and step:
+            with (path.parent / CHANGES).open("a") as file:
+                file.write(json.dumps({"step": step, "changes": changes}) + "\n")
         write_whole(path, dump(e))
     return path
 

@@ -104,7 +104,7 @@ def run_stage(experiment: OfflineExperiment, command: str, console: Console) -> 
             tell_unmade(experiment, console)
             return 0
         check_checkpoint(experiment)
-        config = write_config(experiment, console)
+        config = write_config(experiment, history, console)
         command_line = [*torchrun(experiment.learner.processes), "learner.offline", str(config)]
         learner = Service(
             "learner", "learner", command_line, COMPUTING_ENVIRONMENT, stop_signal_to="children"

@@ -9,7 +9,7 @@ from typing import Any
 from launch.history import History
 from launch.overview import clock, step_seconds
 from launch.plots import draw_stage
-from launch.summary import columns, model_told, others_written, written
+from launch.summary import changes_of, columns, model_told, others_written, told_changes, written
 
 
 @dataclass(frozen=True)
@@ -27,6 +27,8 @@ class StageSummary:
     """That the loss is over."""
     values: dict[str, tuple[float, float]]
     """Metric → first and last."""
+    changes: list[tuple[int, str]]
+    """Of the configuration: the last step that was made before, and what was changed."""
     left_out: dict[str, int]
     """Rule → examples."""
     model: str | None
@@ -49,6 +51,7 @@ class StageSummary:
             *values,
             ("examples", f"{self.examples}, {self.tokens} trained tokens"),
             ("left out", out),
+            *(("changed", told) for told in told_changes(self.changes)),
             *self.others.items(),
             ("model", model_told(self.model, self.exports)),
         ]
@@ -101,6 +104,7 @@ def summarize_stage(run_dir: Path, config: dict[str, Any], history: History) -> 
         training_seconds=sum(step_seconds(history)),
         examples=round(sum(history.series("examples")[1])),
         tokens=round(sum(history.series("tokens")[1])),
+        changes=changes_of(history),
         values={name: (series[0], series[-1]) for name, series in values.items()},
         left_out={k.removeprefix(LEFT_OUT): round(sum(history.series(k)[1])) for k in sorted(rules)},
         model=written(run_dir / "model"),

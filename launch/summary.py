@@ -20,6 +20,8 @@ LEARNED = {
     "dpo/accuracy": "pairs in order",
 }
 """Metrics of some runs only, and what they are called here."""
+SCORING = ("rollout.rewards.", "eval.")
+"""Keys by whose change an evaluation says another thing than the one before."""
 CAUSES = {"finished": "on lease at the end"}
 """Why a prompt went back to the queue, where the name alone would puzzle."""
 
@@ -74,6 +76,8 @@ class Summary:
     """What was trained beside what was generated (`buffer.starvation.report`)."""
     duplicates: int
     dropped: dict[str, int]
+    changes: list[tuple[int, str]]
+    """Of the configuration: the last step that was made before, and what was changed."""
     model: str | None
     exports: bool
     """Whether the run is to write one at its end."""
@@ -97,6 +101,9 @@ class Summary:
         if self.first_score is None or self.last_score is None:
             return "no evaluation was made"
         moved = f"{self.first_score:.3f} → {self.last_score:.3f}" + _say(" ± {:.3f}", self.last_stderr)
+        rescored = [step for step, change in self.changes if change.startswith(SCORING)]
+        if any(step < (self.last_scored_version or 0) for step in rescored):
+            moved += f" (what is scored was changed behind step {rescored[-1]}: the two do not compare)"
         if self.target is None:
             return f"eval score {moved}"
         if self.target_reached is None or not self.finished:
@@ -137,6 +144,7 @@ class Summary:
             ("long prompts", self._long_prompts()),
             ("hard prompts", _say("trained and generated rewards {:.2f} apart (0: alike)", rewards)),
             ("dropped", _counts(self.dropped)),
+            *(("changed", told) for told in told_changes(self.changes)),
             *self.others.items(),
         ]
         return [(key, value) for key, value in rows if value]
@@ -246,6 +254,7 @@ def summarize(run_dir: Path, history: History | None = None) -> Summary:
         starvation=dict(buffer.get("starvation") or {}),
         duplicates=int(buffer.get("duplicates", 0)),
         dropped={rule: int(n) for rule, n in dict(buffer.get("dropped") or {}).items()},
+        changes=changes_of(history),
         model=written(run_dir / "model"),
         exports=config["learner"]["checkpoint"]["export"],
         others=others_written(run_dir),
@@ -273,6 +282,19 @@ def _learned(records: list[Record]) -> dict[str, tuple[float | None, float | Non
     shown = [key for key in LEARNED if key not in absent]
     ends = {LEARNED[key]: (mean_of(records[:1], key), mean_of(records[-1:], key)) for key in shown}
     return {name: both for name, both in ends.items() if None not in both}
+
+
+def changes_of(history: History) -> list[tuple[int, str]]:
+    """Each once, of what was not undone by a checkpoint: the steps that were made again count as of then."""
+    made = max(history.steps, default=0)
+    found = ((int(r["step"]), change) for r in history.changes for change in r["changes"])
+    return list(dict.fromkeys((step, change) for step, change in found if step <= made))
+
+
+def told_changes(changes: Sequence[tuple[int, str]]) -> list[str]:
+    """A line for each start that changed something."""
+    steps = dict.fromkeys(step for step, _ in changes)
+    return [f"behind step {step}: {', '.join(c for s, c in changes if s == step)}" for step in steps]
 
 
 def model_told(model: str | None, exports: bool) -> str:

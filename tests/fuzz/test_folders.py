@@ -264,7 +264,7 @@ def test_what_a_run_folder_says_its_run_was(raw):
     for look in (
         lambda: check_folder(e),
         lambda: read_config(folder),
-        lambda: write_config(e, Console(file=io.StringIO())),
+        lambda: write_config(e, History(Path(e.run_dir)), Console(file=io.StringIO())),
     ):
         try:
             look()

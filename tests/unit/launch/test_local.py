@@ -25,6 +25,7 @@ from buffer.run_lock import RunLock
 from launch import local, services
 from launch.experiment import read
 from launch.history import History
+from launch.summary import summarize
 from launch.supervisor import Failure, Service
 from learner import ending
 
@@ -231,6 +232,26 @@ def test_a_resumed_run_tells_what_changed(start, config_file):
     assert "changed since the last start: learner.optimizer.lr 1e-06 → 0.5\n" in output
 
 
+def test_what_changed_behind_a_step_is_kept_and_told_in_the_summary(make_run, config_file):
+    run_dir = make_run(steps=24)
+
+    def started(*overrides):
+        history = History(run_dir)
+        history.refresh()
+        local.write_config(read(config_file, list(overrides)), history, Console(quiet=True))
+        return summarize(run_dir)
+
+    assert started().changes == []
+    again = started("learner.optimizer.lr=0.5")
+    assert again.changes == [(24, "learner.optimizer.lr 1e-06 → 0.5")]
+    assert re.search("changed +behind step 24: learner.optimizer.lr 1e-06 → 0.5", again.text())
+    assert "do not compare" not in again.text()
+    with (run_dir / "changes.jsonl").open("a") as file:
+        file.write('{"step": 12, "changes": ["rollout.rewards.short.weight 0.2 → 0"]}\n')
+    told = summarize(run_dir).text()
+    assert "(what is scored was changed behind step 12: the two do not compare)" in told
+
+
 def test_a_folder_of_another_run_is_refused(start, config_file):
     start(FAILS)
     config_file.write_text(config_file.read_text().replace("name: made", "name: other"))
@@ -394,8 +415,6 @@ def test_a_reward_model_that_takes_less_than_the_policy_says_is_refused(config_f
 
 
 def test_unfinished_means_steps_evaluation_or_model_are_missing(make_run, config_file):
-    from launch.history import History
-
     run_dir = make_run()
     experiment = read(config_file, [])
 
