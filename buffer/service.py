@@ -121,6 +121,14 @@ def fruitless(status: dict[str, Any]) -> str:
             "rollout.sampling.temperature, or turn buffer.dynamic_sampling off"
         )
     causes = ", ".join(f"{name} {n}" for name, n in sorted(status["failed"].items()))
+    if status["barren"]:
+        dropped = ", ".join(f"{name} {n}" for name, n in sorted(status["dropped"].items())) or "none"
+        return (
+            f"the data ended before the first batch: {status['stored']} came of the "
+            f"buffer.groups_per_batch={status['groups_per_batch']} groups that one takes; dropped prompts: "
+            f"{dropped}; failures: {causes or 'none'}. The logs of the rollout servers say why prompts "
+            "failed, under `gave up prompt`. Mend that and raise data.epochs, or use another run_dir"
+        )
     return (
         f"the last {status['fruitless']} prompts were all given up ({causes} in the whole run) and no group "
         "came: the logs of the rollout servers say why, under `gave up prompt`. Mend that and start the "

@@ -78,6 +78,8 @@ class Store:
             self.database, self.ledger, sources.eval_rows, sources.eval_every, path
         )
         self._stock_changed = False
+        self._barren = False
+        """Whether the data ended before the first batch."""
 
     def transaction(self) -> AbstractContextManager[None]:
         """All calls within are durable together once it returned."""
@@ -241,6 +243,9 @@ class Store:
             return assembly.recorded(self.database, index)
         # Data of which nothing could come was not trained to its end: the buffer says so, and ends.
         if self.ledger.exhausted() and not self.ledger.hopeless():
+            if index == 0:
+                self._barren = True
+                return None
             for prompt_id in assembly.drop_stored(self.database):
                 self.ledger.drop(prompt_id, "remainder")
             raise DataExhausted(f"the {self.ledger.queue.epochs} epochs of prompts end before batch {index}")
@@ -300,6 +305,10 @@ class Store:
         """Nothing will be leased any more."""
         return self.finished() and not self.evaluations.outstanding()
 
+    def hopeless(self) -> bool:
+        """Whether no batch comes, of this data or of what is done with it."""
+        return self._barren or self.ledger.hopeless()
+
     def frontier(self) -> int:
         """The index of the next batch to be assembled."""
         return self.database.fact("frontier", 0)
@@ -358,7 +367,9 @@ class Store:
             "equal_rewards": self.ledger.equal_rewards,
             "unreadable": self.ledger.unreadable,
             "gone": self.ledger.unreadable_last if self.ledger.gone() else None,
-            "hopeless": self.ledger.hopeless(),
+            "groups_per_batch": self._rules.groups_per_batch,
+            "barren": self._barren,
+            "hopeless": self.hopeless(),
             "starvation": starvation(self.database.connection),
             "evaluations": {str(v): results for v, results in self.evaluations.results().items()},
             "finished": self.finished(),

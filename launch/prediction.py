@@ -25,7 +25,7 @@ LINE_EVERY_S = 10.0
 """Between lines where there is no terminal."""
 STARTING_EVERY_S = 30.0
 """The same while the engine starts."""
-RATED_S = 5.0
+RATED_S = 1.0
 """Behind the first row, before which a rate says nothing."""
 
 

@@ -129,8 +129,9 @@ async def _predict(
 
     model, rollout = experiment.model, experiment.rollout
     if plan.max_tokens >= model.max_length:
+        key = "eval.max_tokens" if scored else "rollout.sampling.max_tokens"
         raise ValueError(
-            f"{plan.max_tokens} new tokens leave no room for a prompt in model.max_length="
+            f"{key}: {plan.max_tokens} new tokens leave no room for a prompt in model.max_length="
             f"{model.max_length}; lower the one or raise the other"
         )
     system_prompt = experiment.data.system_prompt if experiment.data else None

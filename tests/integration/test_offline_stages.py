@@ -455,7 +455,7 @@ def test_a_finished_stage_goes_on_for_more_epochs_evaluates_and_exports_when_ask
     assert done.returncode == 0, done.stdout
     assert [(r["step"], r["examples"]) for r in run.rows[3:]] == [(4, 4), (5, 4), (6, 2)]
     rates = [r["lr"] for r in run.rows[3:]]
-    assert rates == pytest.approx([0.004, 0.002, 0.0]), "by all six, the last with min_lr"
+    assert rates == pytest.approx([0.005, 0.01 / 3, 0.005 / 3]), "by all six"
     run.experiment["learner"]["checkpoint"] = {"export": True}
     assert slipstream(run).returncode == 0
     exported = run.model / "model.safetensors"

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from buffer import service
 from buffer.errors import BadMessage, BatchForgotten, DataExhausted, RunFinished
 from buffer.groups import decode_delivery, encode_group
 from buffer.stacks import ACHIEVED
@@ -291,6 +292,26 @@ def test_used_up_epochs_drop_the_remainder_by_name(bench, group):
     with pytest.raises(DataExhausted):
         b.batch(1)
     assert b.store.status()["dropped"] == {"remainder": 1}
+
+
+def test_data_that_ends_before_the_first_batch_ends_the_buffer_and_not_the_run(bench, group):
+    """A run of no step would be one that was finished, with the model that it began with."""
+    b = bench(rows=3, epochs=1)
+    b.do(lambda s: s.published(0))
+    first, *others = b.lease(3)
+    b.deliver(group(first))
+    assert b.batch(0) is None
+    assert not b.store.status()["hopeless"], "two are still on lease"
+    for lease in others:
+        b.do(lambda s, lease=lease: s.give_up(lease.lease_id, "too_long", False))
+    assert b.batch(0) is None
+    status = b.store.status()
+    assert status["hopeless"]
+    assert not status["finished"]
+    told = service.fruitless(status)
+    assert "the first batch: 1 came of the buffer.groups_per_batch=2 groups that one takes;" in told
+    assert "dropped prompts: too_long 2; failures: too_long 2" in told
+    assert "raise data.epochs, or use another run_dir" in told
 
 
 def test_data_is_not_exhausted_while_a_lease_may_still_fill_the_batch(bench, group):
