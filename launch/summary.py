@@ -10,7 +10,7 @@ from typing import Any
 
 from launch.experiment import resolved
 from launch.history import History, Record
-from launch.overview import clock, many, mean_of, step_seconds, taught_nothing
+from launch.overview import clock, many, mean_of, seconds_of, step_seconds, taught_nothing
 
 LEARNED = {
     "value/loss": "value loss",
@@ -56,8 +56,9 @@ class Summary:
     """Optimizer steps not made because the gradient was not finite."""
     rho_mean: float | None
     ess_mean: float | None
+    rated_steps: int
+    """That the next three are of: without the first one of a start, which waits for the servers to start."""
     samples_per_second: float | None
-    """This and the next two: without the first step, which waits for the servers to start."""
     learner_tokens_per_second: float | None
     server_tokens_per_second: float | None
     """Of all servers together."""
@@ -116,8 +117,11 @@ class Summary:
         ended = "; the data ended behind them" if self.data_ended else ""
         rewards = self.starvation.get("reward_ks")
         # In it servers generate ahead: of a short run more is trained behind it than generated.
-        steady = ", without the first step" if self.steps > 1 else ""
-        generated, trained = self.server_tokens_per_second, self.learner_tokens_per_second
+        steady = ", without the first step of a start" if self.rated_steps < self.steps else ""
+        tokens = [
+            _say("{:.0f} a second generated", self.server_tokens_per_second),
+            _say("{:.0f} a second trained", self.learner_tokens_per_second),
+        ]
         rows = [
             ("steps", f"{self.steps} of {self.total_steps} in {clock(self.training_seconds)}{ended}"),
             ("reward", _say("{:.3f} first step → {:.3f} last step", self.reward_first, self.reward_last)),
@@ -127,7 +131,7 @@ class Summary:
             ("alike", self._alike()),
             ("skipped", f"{self.skipped} optimizer steps: the gradient was not finite" * bool(self.skipped)),
             ("samples", _say("{:.2f} a second" + steady, self.samples_per_second)),
-            ("tokens", _say("{:.0f} a second generated, {:.0f} trained" + steady, generated, trained)),
+            ("tokens", ", ".join(filter(None, tokens)) + steady if any(tokens) else ""),
             (
                 "staleness",
                 _say("{:.2f} in the mean, {:.0f} at most", self.staleness_mean, self.staleness_max),
@@ -207,14 +211,15 @@ def summarize(run_dir: Path, history: History | None = None) -> Summary:
         history.refresh()
     records = [history.steps[s] for s in sorted(history.steps)]
     durations = step_seconds(history)
-    steady = slice(1, None) if len(records) > 1 else slice(None)
+    # The first step of a start waits for the servers to start.
+    steady = [r for r in records[1:] if not r.get("time/first_publish")] or records
     buffer = history.buffer[-1] if history.buffer else {}
     requeued = {cause: int(n) for cause, n in dict(buffer.get("requeued") or {}).items()}
     scores = {v: float(r["score"]) for v, r in sorted(history.scores.items())}
     versions = list(scores)
     pauses = history.series("sync/pause_seconds")[1]
     stale = history.series("staleness/max")[1]
-    a_second = partial(_rate, records[steady], sum(durations[steady]))
+    a_second = partial(_rate, steady, sum(map(seconds_of, steady)))
     return Summary(
         name=config["name"],
         run_dir=str(run_dir),
@@ -238,6 +243,7 @@ def summarize(run_dir: Path, history: History | None = None) -> Summary:
         skipped=sum(int(r.get("skipped_updates", 0)) for r in records),
         rho_mean=mean_of(records, "rho/mean"),
         ess_mean=mean_of(records, "ess"),
+        rated_steps=len(steady),
         samples_per_second=a_second("samples"),
         learner_tokens_per_second=a_second("tokens"),
         server_tokens_per_second=a_second("servers/tokens"),

@@ -1,4 +1,5 @@
 import json
+import re
 import struct
 from dataclasses import replace
 
@@ -35,7 +36,7 @@ def test_a_finished_run_has_the_whole_report(make_run):
     assert told["samples_per_second"] == 64 / 30, "the first step, which waits for the servers, left out"
     assert told["learner_tokens_per_second"] == 60
     assert told["server_tokens_per_second"] == 300, "in the same steps"
-    assert "300 a second generated, 60 trained, without the first step" in summary.text()
+    assert "300 a second generated, 60 a second trained, without the first step of a start" in summary.text()
     assert told["evicted"] == 2
     assert told["requeued"] == 5
     assert told["requeued_causes"] == {"evicted": 2, "lost": 3}
@@ -115,6 +116,19 @@ def test_training_is_drawn_by_the_version_that_answered():
     assert answered_by([1, 2, 3, 4], {1: 0.0, 2: 1.0, 3: 2.0, 4: 1.5}) == [0, 0, 0, 1.5]
     assert answered_by([5, 6], {5: 1.0, 6: 3.0}) == [3, 3], "a line that goes back would double on itself"
     assert answered_by([3], {}) == [2], "a run that tells no ages is taken for a synchronous one"
+
+
+def test_the_first_step_of_each_start_is_left_out_of_the_rates(make_run):
+    run_dir = make_run(steps=4)
+    path = run_dir / "metrics.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    for row, seconds, waited in zip(rows, (60, 10, 40, 10), (50, 0, 30, 0), strict=True):
+        row |= {"time/step": seconds, "time/first_publish": waited, "samples": 20, "servers/tokens": 0}
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    summary = summarize(run_dir)
+    assert (summary.rated_steps, summary.samples_per_second) == (2, 2.0)
+    assert summary.server_tokens_per_second is None
+    assert re.search(r"tokens +\d+ a second trained, without the first step of a start", summary.text())
 
 
 @pytest.mark.parametrize(
