@@ -25,8 +25,6 @@ LINE_EVERY_S = 10.0
 """Between lines where there is no terminal."""
 STARTING_EVERY_S = 30.0
 """The same while the engine starts."""
-RATED_S = 1.0
-"""Behind the first row, before which a rate says nothing."""
 
 
 def read(config: Path, overrides: list[str], model: Path | None) -> PredictionExperiment:
@@ -125,10 +123,9 @@ class ProgressLine:
         self._doing = doing
         self._console = Console(file=terminal)
         self._completions = 0
-        self._first: float | None = None
-        """When the first row came, before which the engine started; rates are of those behind it."""
+        self._working_since = time.monotonic()
         self._last_line = time.monotonic()
-        self._up = threading.Event()
+        self._row_came = threading.Event()
         self._filler: threading.Thread | None = None
         columns = (
             TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(),
@@ -142,7 +139,7 @@ class ProgressLine:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._up.set()
+        self._row_came.set()
         if self._filler is not None:
             self._filler.join()
         self._bar.stop()
@@ -156,17 +153,20 @@ class ProgressLine:
     def _fill_silence(self) -> None:
         """In a thread: what starts an engine, and the engine, leave the event loop no time."""
         started = time.monotonic()
-        while not self._up.wait(STARTING_EVERY_S):
+        while not self._row_came.wait(STARTING_EVERY_S):
             waited = clock(time.monotonic() - started)
             self._console.print(f"{self._doing}: no row is done yet, {waited} since the start")
 
+    def up(self) -> None:
+        self._working_since = time.monotonic()
+
     def written(self, number: int, total: int, line: dict[str, Any]) -> None:
         now = time.monotonic()
-        self._up.set()
-        self._completions += 0 if self._first is None else len(line["completions"])
-        self._first = now if self._first is None else self._first
-        seconds = now - self._first  # rows of one wave are written within milliseconds
-        rate = f"{self._completions / seconds:.1f} completions/s" if seconds >= RATED_S else ""
+        self._row_came.set()
+        self._completions += len(line["completions"])
+        # Of the engine's whole work: rows of one wave are written within milliseconds of each other.
+        seconds = now - self._working_since
+        rate = f"{self._completions / seconds:.1f} completions/s" if seconds > 0 else ""
         self._bar.update(self._task, completed=number + 1, total=total, rate=rate)
         if not self._console.is_terminal and (now - self._last_line >= LINE_EVERY_S or number + 1 == total):
             self._last_line = now

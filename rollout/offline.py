@@ -36,6 +36,9 @@ class Told(Protocol):
     def starts(self) -> None:
         """All is well so far, and the engines start."""
 
+    def up(self) -> None:
+        """The engines have started, and rows are worked on from now on."""
+
     def written(self, number: int, total: int, line: Line) -> None:
         """Of this row, of so many, there is a line."""
 
@@ -158,6 +161,7 @@ async def _predict(
         stack.push_async_callback(engine.close)
         await engine.start()
         await engine.freeze()
+        told.up()
         predictor = Predictor(engine, renderer, plan, rewards, rollout.episode)
         # Twice what is decoded at a time keeps the engine full while the oldest row is waited for.
         window = max(2, 2 * rollout.engine.max_num_seqs // plan.samples)

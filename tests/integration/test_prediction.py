@@ -62,6 +62,8 @@ def test_generation_goes_on_where_it_was_interrupted_and_is_the_models_own(make_
     assert again.returncode == 0, again.stderr
     start, *rows_told = again.stderr.splitlines()
     assert start.startswith("generating: the engine starts")
+    # On a busy machine the engine may take longer to start than a terminal is left without a word.
+    rows_told = [line for line in rows_told if not line.startswith("generating: no row is done yet, ")]
     assert all(line.startswith("generating: row") for line in rows_told)
     assert re.search(r"generating: row 600 of 600, \d+\.\d completions/s$", rows_told[-1])
     assert "vllm" in output.with_suffix(".log").read_text(), "pages of it, and not on the terminal"

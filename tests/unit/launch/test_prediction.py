@@ -33,14 +33,18 @@ def test_a_long_start_without_a_terminal_is_filled_until_a_row_comes(monkeypatch
     assert "evaluating: no row is done yet, 0 s since the start" in before.splitlines()
 
 
-def test_a_rate_is_told_once_it_says_something(monkeypatch):
+def test_the_rate_is_of_the_engines_whole_work(monkeypatch):
+    """Between rows of one wave are milliseconds, by which thousands a second would be told."""
     clock = [0.0]
     monkeypatch.setattr(prediction, "time", SimpleNamespace(monotonic=lambda: clock[0]))
     shown = io.StringIO()
     with prediction.ProgressLine("evaluating", shown) as told:
-        for number, when in enumerate((100.0, 100.001, 110.0, 120.0)):
+        told.starts()
+        clock[0] = 100.0
+        told.up()
+        for number, when in enumerate((110.0, 110.001, 120.0, 120.001)):
             clock[0] = when
             told.written(number, 4, {"completions": [{}] * 10})
     rows = [line for line in shown.getvalue().splitlines() if "row" in line]
-    assert rows[0] == "evaluating: row 1 of 4"
-    assert rows[-1] == "evaluating: row 4 of 4, 1.5 completions/s"
+    assert rows[0] == "evaluating: row 1 of 4, 1.0 completions/s"
+    assert rows[-1] == "evaluating: row 4 of 4, 2.0 completions/s"
