@@ -1,9 +1,14 @@
 """The tokenizer of a model folder."""
 
+import hashlib
 from pathlib import Path
 from typing import Any
 
+from buffer.cache import content
 from buffer.experiment import ConfigError
+
+PARTS = ("tokenizer", "vocab", "merges", "special_tokens_map", "added_tokens", "chat_template")
+"""How the names of a tokenizer's files begin."""
 
 
 def load_tokenizer(key: str, path: str) -> Any:
@@ -24,3 +29,19 @@ def load_tokenizer(key: str, path: str) -> Any:
     except Exception as error:  # of files that are none transformers may raise anything
         told = next(iter(str(error).splitlines()), "")
         raise ConfigError(f"{key}: {path}: no tokenizer: {type(error).__name__}: {told}") from error
+
+
+def tokenizer_digest(path: str) -> str:
+    """Changes when a model folder's tokenizer or chat template does: the same rows are other tokens then.
+
+    Raises:
+        ValueError: A file of it cannot be read.
+    """
+    digest = hashlib.blake2b(digest_size=12)
+    try:
+        for file in sorted(Path(path).iterdir()):
+            if file.name.startswith(PARTS) and file.is_file():
+                digest.update(f"{file.name} {content(file)}\n".encode())
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read: {error}") from None
+    return digest.hexdigest()

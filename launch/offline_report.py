@@ -31,6 +31,7 @@ class StageSummary:
     """Of the configuration: the last step that was made before, and what was changed."""
     left_out: dict[str, int]
     """Rule → examples."""
+    held_out_left_out: int
     model: str | None
     exports: bool
     """Whether the stage is to write one at its end."""
@@ -45,6 +46,7 @@ class StageSummary:
     def rows(self) -> list[tuple[str, str]]:
         """What, and its value, for people."""
         out = ", ".join(f"{n} {rule}" for rule, n in sorted(self.left_out.items()) if n) or "none"
+        out += f"; {self.held_out_left_out} of the held-out rows" * bool(self.held_out_left_out)
         values = [(name, f"{first:.4f} → {last:.4f}") for name, (first, last) in self.values.items()]
         return [
             ("steps", f"{self.steps} of {self.total_steps} in {clock(self.training_seconds)}"),
@@ -107,6 +109,7 @@ def summarize_stage(run_dir: Path, config: dict[str, Any], history: History) -> 
         changes=changes_of(history),
         values={name: (series[0], series[-1]) for name, series in values.items()},
         left_out={k.removeprefix(LEFT_OUT): round(sum(history.series(k)[1])) for k in sorted(rules)},
+        held_out_left_out=round((history.series("eval/left_out")[1] or [0])[-1]),
         model=written(run_dir / "model"),
         exports=config["learner"]["checkpoint"]["export"],
         others=others_written(run_dir),

@@ -211,8 +211,7 @@ def summarize(run_dir: Path, history: History | None = None) -> Summary:
         history.refresh()
     records = [history.steps[s] for s in sorted(history.steps)]
     durations = step_seconds(history)
-    # The first step of a start waits for the servers to start.
-    steady = [r for r in records[1:] if not r.get("time/first_publish")] or records
+    steady = _steady(records)
     buffer = history.buffer[-1] if history.buffer else {}
     requeued = {cause: int(n) for cause, n in dict(buffer.get("requeued") or {}).items()}
     scores = {v: float(r["score"]) for v, r in sorted(history.scores.items())}
@@ -266,6 +265,11 @@ def summarize(run_dir: Path, history: History | None = None) -> Summary:
         others=others_written(run_dir),
         report=str(run_dir / "report"),
     )
+
+
+def _steady(records: list[Record]) -> list[Record]:
+    """Without the first step of each start, which waits for the servers to start."""
+    return [r for r in records[1:] if not r.get("time/first_publish")] or records
 
 
 def _rate(records: list[Record], seconds: float, key: str) -> float | None:

@@ -65,7 +65,7 @@ class LoraConfig(Section):
     """Low-rank adapters (arXiv 2106.09685): W + alpha / rank · B · A with W frozen. There is no dropout: it
     would train another policy than the one that sampled."""
 
-    rank: int = Field(default=16, ge=1)
+    rank: int = Field(default=16, ge=1, le=4096)
     alpha: float = Field(default=32.0, gt=0)
     modules: tuple[Adapted, ...] = get_args(Adapted)
 

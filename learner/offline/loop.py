@@ -14,8 +14,17 @@ from learner.optimizer import Trainable
 from learner.schedule import CheckpointSchedule
 from learner.stop import StopFlag
 
+TOKENIZER = "tokenizer"
+"""Beside the place in the data, in a checkpoint: `tokenizer_digest` of the model's folder."""
 UPDATES = "updates"
 """Beside the place in the data, in a checkpoint: the optimizer steps that changed the weights."""
+
+
+@dataclass(frozen=True, slots=True)
+class HeldOut:
+    prepared: Prepared
+    left_out: int
+    """Of its rows, over all ranks, those that cannot be used."""
 
 
 @dataclass(slots=True)
@@ -26,7 +35,9 @@ class OfflineParts:
     trainable: Trainable
     trainer: Trainer
     feed: ExampleFeed
-    held_out: Prepared | None
+    held_out: HeldOut | None
+    tokenizer: str
+    """`tokenizer_digest` of the model's folder."""
     checkpoints: Checkpoints
     schedule: CheckpointSchedule
     reporter: OfflineReporter
@@ -106,22 +117,33 @@ def evaluation(parts: OfflineParts) -> dict[str, object]:
     if parts.held_out is None:
         return {}
     with parts.reporter.timed("eval"):
-        return parts.trainer.evaluate(parts.held_out)
+        found = parts.trainer.evaluate(parts.held_out.prepared)
+    return {**found, "eval/left_out": parts.held_out.left_out}
 
 
 def save(parts: OfflineParts) -> int:
     """Checkpoint model, optimizer, the place in the data, and how many updates were made."""
-    position = parts.feed.position | {UPDATES: parts.trainable.updates.made}
+    told = {UPDATES: parts.trainable.updates.made, TOKENIZER: parts.tokenizer}
+    position = parts.feed.position | told
     parts.checkpoints.save(parts.step, parts.trainable, position)
     parts.schedule.saved()
     return parts.step
 
 
-def resume(feed: ExampleFeed, trainable: Trainable, position: dict[str, Any]) -> None:
-    """Go on from where `save` was. An older checkpoint does not tell its updates: some are assumed.
+def resume(feed: ExampleFeed, trainable: Trainable, position: dict[str, Any], tokenizer: str) -> None:
+    """Go on from where `save` was. An older checkpoint does not tell its updates, of which some are assumed,
+    nor its tokenizer.
+
+    Args:
+        tokenizer: `tokenizer_digest` of the model's folder as it is now.
 
     Raises:
-        ValueError: It is a place in other data.
+        ValueError: It is a place in other data, or other tokens would be made of the same rows.
     """
+    if position.get(TOKENIZER, tokenizer) != tokenizer:
+        raise ValueError(
+            "model.path: the tokenizer or the chat template in it is not what this run began with, so that "
+            "the same rows would be other tokens; put it back, or use another run_dir"
+        )
     feed.seek(position)
     trainable.updates.made = int(position.get(UPDATES, 1))

@@ -11,17 +11,18 @@ from buffer.bounds import bounds_of
 from buffer.experiment import DataConfig
 from buffer.stacks import Stillness
 from buffer.stream import open_stream
-from buffer.tokenizers import load_tokenizer
+from buffer.tokenizers import load_tokenizer, tokenizer_digest
 from learner import ending, parallel
 from learner.checkpoint import Checkpoints
+from learner.collectives import sum_over_data
 from learner.metrics import Journal
 from learner.offline.config import HeldOutConfig, OfflineExperiment, RewardConfig, SftConfig
 from learner.offline.encoding import Encoder
-from learner.offline.feed import ExampleFeed, check_shared, share
-from learner.offline.loop import OfflineParts, resume, train
+from learner.offline.feed import RULES, ExampleFeed, check_shared, share
+from learner.offline.loop import HeldOut, OfflineParts, resume, train
 from learner.offline.reporting import OfflineReporter
 from learner.offline.stages import Stage, make_stage
-from learner.offline.trainer import Prepared, Trainer
+from learner.offline.trainer import Trainer
 from learner.optimizer import make_trainable, warn_of_warmup
 from learner.reference.fingerprint import fingerprint
 from learner.schedule import CheckpointSchedule
@@ -87,14 +88,7 @@ def _assemble(experiment: OfflineExperiment, stop: StopFlag, stack: ExitStack) -
     stage = make_stage(experiment.stage)
     encoder = encoder_of(experiment)
     # The data is opened before the model: a mistake in it is told at once.
-    rows = open_stream(experiment.data, experiment.seed, experiment.stage.kind)
-    check_shared(rows, "data.train")
-    of = experiment.stage if isinstance(experiment.stage, RewardConfig) else RewardConfig(kind="reward")
-    feed = ExampleFeed(
-        rows, encoder, stage, learner.batch_size, experiment.data.epochs, of.responses, of.select,
-        experiment.seed,
-    )  # fmt: skip
-    feed.check_first()
+    feed = _feed(experiment, stage, encoder)
     check_start(experiment)
     model = build(experiment, learner.lora, stage.head)
     trainable = make_trainable(model, learner.optimizer, learner.parallel, learner.ema)
@@ -103,9 +97,9 @@ def _assemble(experiment: OfflineExperiment, stop: StopFlag, stack: ExitStack) -
         reference = reference_of(trainable, learner, lambda: build(experiment, head=stage.head))
     setup = checkpoint_setup(experiment, fingerprint(experiment.model, learner.init_from))
     checkpoints = Checkpoints(run_dir, learner.checkpoint.keep, setup)
-    step = checkpoints.resume(trainable)
+    step, tokenizer = checkpoints.resume(trainable), tokenizer_digest(experiment.model.path)
     if step:
-        resume(feed, trainable, checkpoints.position(step))
+        resume(feed, trainable, checkpoints.position(step), tokenizer)
     planned = min(n for n in (learner.steps, feed.steps(step)) if n is not None)
     if parallel.rank() == 0:
         warn_of_warmup(learner.optimizer, planned)
@@ -120,8 +114,21 @@ def _assemble(experiment: OfflineExperiment, stop: StopFlag, stack: ExitStack) -
     stack.callback(reporter.close)
     schedule = CheckpointSchedule(learner.checkpoint)
     return OfflineParts(
-        experiment, trainable, trainer, feed, held_out, checkpoints, schedule, reporter, stop, step, steps
-    )
+        experiment, trainable, trainer, feed, held_out, tokenizer, checkpoints, schedule, reporter, stop,
+        step, steps,
+    )  # fmt: skip
+
+
+def _feed(experiment: OfflineExperiment, stage: Stage, encoder: Encoder) -> ExampleFeed:
+    rows = open_stream(experiment.data, experiment.seed, experiment.stage.kind)
+    check_shared(rows, "data.train")
+    of = experiment.stage if isinstance(experiment.stage, RewardConfig) else RewardConfig(kind="reward")
+    feed = ExampleFeed(
+        rows, encoder, stage, experiment.learner.batch_size, experiment.data.epochs, of.responses, of.select,
+        experiment.seed,
+    )  # fmt: skip
+    feed.check_first()
+    return feed
 
 
 def end_of(parts: OfflineParts) -> ending.End:
@@ -147,12 +154,16 @@ def encoder_of(experiment: OfflineExperiment) -> Encoder:
 
 def _held_out(
     experiment: OfflineExperiment, held_out: HeldOutConfig, encoder: Encoder, stage: Stage, trainer: Trainer
-) -> Prepared:
+) -> HeldOut:
     data = DataConfig(train=held_out.source, shuffle=False, epochs=1, on_bad_row=experiment.data.on_bad_row)
     stream = open_stream(data, experiment.seed, experiment.stage.kind)
     check_shared(stream, "eval.source")
     rows = stream.take(held_out.examples)
-    prepared = trainer.prepare(share(rows, encoder, stage).examples)
+    found = share(rows, encoder, stage)
+    prepared = trainer.prepare(found.examples)
     if not prepared.total:
         raise ValueError(f"eval.source: none of its {len(rows)} rows can be used")
-    return prepared
+    left_out = sum(map(int, sum_over_data([found.counts[rule] for rule in RULES])))
+    if left_out and parallel.rank() == 0:
+        logger.warning("eval.source: %d of its %d rows cannot be used", left_out, len(rows))
+    return HeldOut(prepared, left_out)

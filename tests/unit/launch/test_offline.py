@@ -33,7 +33,7 @@ def run_dir(tmp_path):
     for row in rows[1:]:
         row |= made
     rows[0] |= {"eval/loss": 0.69, "eval/accuracy": 0.5}
-    rows[3] |= {"eval/loss": 0.39, "eval/accuracy": 0.8}
+    rows[3] |= {"eval/loss": 0.39, "eval/accuracy": 0.8, "eval/left_out": 7}
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder
 
@@ -50,7 +50,13 @@ def test_the_report_has_before_and_after_and_the_pictures(run_dir):
     assert re.search(r"model +not written yet", text)
     unasked = replace(summary, exports=False).text()
     assert re.search(r"model +not written: learner.checkpoint.export=false", unasked)
-    for told in ("made (dpo)", "3 of 3 in 8 s", "0.5000 → 0.8000", "21, 270 trained tokens", "3 too_long"):
+    for told in (
+        "made (dpo)",
+        "3 of 3 in 8 s",
+        "0.5000 → 0.8000",
+        "21, 270 trained tokens",
+        "3 too_long; 7 of the held-out rows",
+    ):
         assert told in text
     assert sorted(p.name for p in (run_dir / "report").iterdir()) == [
         "accuracy.png", "loss.png", "summary.json", "summary.md",

@@ -1,6 +1,7 @@
 """Which rows a step takes, what is left out of them, and where a resumed feed goes on."""
 
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from learner import parallel
 from learner.offline.config import RewardConfig
 from learner.offline.encoding import Encoded
 from learner.offline.feed import ExampleFeed, share, some
+from learner.offline.loop import resume
 from learner.offline.stages import make_stage
 
 STAGE = make_stage(RewardConfig(kind="reward"))
@@ -189,6 +191,19 @@ def test_a_place_in_the_data_is_found_again(as_rank, tmp_path):
     first.next()
     again.seek(first.position)
     assert [prompts(first.next()) for _ in range(4)] == [prompts(again.next()) for _ in range(4)]
+
+
+def test_a_place_of_another_tokenizer_is_refused(as_rank, tmp_path):
+    first, again = feed(tmp_path), feed(tmp_path)
+    first.next()
+    trainable = SimpleNamespace(updates=SimpleNamespace(made=0))
+    place = first.position | {"updates": 7, "tokenizer": "abc"}
+    with pytest.raises(ValueError, match="the chat template in it is not what this run began with"):
+        resume(again, trainable, place, "abd")
+    resume(again, trainable, place, "abc")
+    assert trainable.updates.made == 7
+    assert prompts(first.next()) == prompts(again.next())
+    resume(feed(tmp_path), trainable, first.position, "abc")  # one of before it was kept
 
 
 def test_the_first_row_is_looked_at_and_not_taken(as_rank, tmp_path):
