@@ -440,6 +440,7 @@ def slipstream(run):
     return subprocess.run(command, capture_output=True, text=True, timeout=120)
 
 
+@pytest.mark.long
 def test_a_finished_stage_goes_on_for_more_epochs_evaluates_and_exports_when_asked_to_later(data, tmp_path):
     run = Run(tmp_path / "more", data, "sft", steps=None, batch_size=4, checkpoint={"export": False})
     few = tmp_path / "few.jsonl"
@@ -472,6 +473,7 @@ def test_a_finished_stage_goes_on_for_more_epochs_evaluates_and_exports_when_ask
     assert exported.stat().st_mtime_ns == again, "nothing is left to do"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("first", "fails"), [([1, 1], True), ([1, 0], False)])
 def test_whether_anything_was_trained_counts_over_stops(data, tmp_path, first, fails):
     """The rows behind the stop teach nothing, those of the first step before it may have."""
