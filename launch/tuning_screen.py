@@ -84,9 +84,9 @@ def tune(
     kept = [t for t in trials if t.groups_per_batch == own.groups_per_batch]
     of_own = tuning.recommend(kept, own.groups_per_batch)[0] if kept else None
     console.print(_table(trials, rollout.group_size, best))
-    console.print(_recommended(best, why, of_own, rollout.group_size))
+    console.print(_recommended(best, why, of_own, rollout.group_size), soft_wrap=True)
     if len({t.groups_per_batch for t in trials}) > 1:
-        console.print(CHANGES_LEARNING)
+        console.print(CHANGES_LEARNING, soft_wrap=True)
     folder = run_dir / "tuning"
     folder.mkdir(parents=True, exist_ok=True)
     told = {
@@ -103,7 +103,7 @@ def tune(
     }
     (folder / "tuning.json").write_text(json.dumps(told, indent=2) + "\n")
     draw(trials, rollout.group_size, best, folder / "tuning.png")
-    console.print(f"written: {folder}/tuning.json, {folder}/tuning.png")
+    console.print(f"written: {folder}/tuning.json, {folder}/tuning.png", soft_wrap=True)
     return folder
 
 
@@ -125,7 +125,8 @@ def _costs(
         costs = calibration.calibrate(history, decoded)
     else:
         costs = measuring.read_alone(experiment, run_dir).costs
-    console.print(_told(costs, untold=ran and calibration.fit_contention(history, decoded) is None))
+    untold = ran and calibration.fit_contention(history, decoded) is None
+    console.print(_told(costs, untold), soft_wrap=True)
     mine = tuning.setting_of(own, rollout, rollout.servers, own.max_staleness, own.groups_per_batch)
     if not ran or mine is None:
         return costs, []
