@@ -287,7 +287,7 @@ def test_a_distance_is_counted_once_and_rates_and_clips_are_those_of_the_step(
     assert (row["lr"], row["value/lr"]) == pytest.approx((1e-9, 2e-9))
     assert clips == [0.125, 0.25, 0.125, 0.25]
     for number, found in enumerate(rates):
-        assert found == pytest.approx([(4e-9 if number % 2 == 0 else 2e-9) / 3] * len(found))
+        assert found == pytest.approx([2e-9 if number % 2 == 0 else 1e-9] * len(found))
 
 
 def test_reinforce_plus_plus_with_the_kl_in_the_reward_takes_what_is_still_to_come(trained, models):
