@@ -4,7 +4,7 @@ name."""
 import hashlib
 import os
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
@@ -77,4 +77,12 @@ def content(path: Path) -> str:
             for i in range(SAMPLES):
                 file.seek(i * (size - SAMPLE_BYTES) // (SAMPLES - 1))
                 digest.update(file.read(SAMPLE_BYTES))
+    return digest.hexdigest()
+
+
+def contents(files: Iterable[Path]) -> str:
+    """Changes when one of the files does, by `content`, or its name."""
+    digest = hashlib.blake2b(digest_size=12)
+    for file in files:
+        digest.update(f"{file.name} {content(file)}\n".encode())
     return digest.hexdigest()

@@ -1,10 +1,9 @@
 """The tokenizer of a model folder."""
 
-import hashlib
 from pathlib import Path
 from typing import Any
 
-from buffer.cache import content
+from buffer.cache import contents
 from buffer.experiment import ConfigError
 
 PARTS = ("tokenizer", "vocab", "merges", "special_tokens_map", "added_tokens", "chat_template")
@@ -37,11 +36,8 @@ def tokenizer_digest(path: str) -> str:
     Raises:
         ValueError: A file of it cannot be read.
     """
-    digest = hashlib.blake2b(digest_size=12)
     try:
-        for file in sorted(Path(path).iterdir()):
-            if file.name.startswith(PARTS) and file.is_file():
-                digest.update(f"{file.name} {content(file)}\n".encode())
+        files = sorted(Path(path).iterdir())
+        return contents(file for file in files if file.name.startswith(PARTS) and file.is_file())
     except OSError as error:
         raise ValueError(f"{path}: cannot be read: {error}") from None
-    return digest.hexdigest()

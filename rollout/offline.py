@@ -1,7 +1,6 @@
 """An engine on one folder of weights, without buffer or learner: what `slipstream generate` and `slipstream
 evaluate` run."""
 
-import hashlib
 import json
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
@@ -10,7 +9,7 @@ from typing import Any, Protocol
 
 import uvloop
 
-from buffer.cache import content
+from buffer.cache import contents
 from buffer.experiment import EvalConfig, PromptSource
 from buffer.pass_rate import part_means, rates
 from buffer.prompts import PromptRows, fingerprint
@@ -219,14 +218,11 @@ def described(path: str) -> str:
     Raises:
         ValueError: A file of it cannot be read.
     """
-    digest = hashlib.blake2b(digest_size=12)
     try:
-        for file in sorted(Path(path).iterdir()):
-            if file.suffix in DESCRIBES and file.name != INDEX:
-                digest.update(f"{file.name} {content(file)}\n".encode())
+        files = sorted(Path(path).iterdir())
+        return contents(file for file in files if file.suffix in DESCRIBES and file.name != INDEX)
     except OSError as error:
         raise ValueError(f"{path}: cannot be read: {error}") from None
-    return digest.hexdigest()
 
 
 def weights_of(path: str) -> str:
@@ -236,10 +232,7 @@ def weights_of(path: str) -> str:
     Raises:
         ValueError: A file of its weights cannot be read.
     """
-    digest = hashlib.blake2b(digest_size=12)
     try:
-        for file in weight_files(Path(path)):
-            digest.update(f"{file.name} {content(file)}\n".encode())
+        return contents(weight_files(Path(path)))
     except OSError as error:
         raise ValueError(f"{path}: its weights cannot be read: {error}") from None
-    return digest.hexdigest()
