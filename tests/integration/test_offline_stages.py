@@ -4,28 +4,13 @@ Starting a process takes most of the time, so runs share them (`offline_jobs.py`
 """
 
 import itertools
-import json
-import os
-import random
 import shutil
-import subprocess
-import sys
-import time
-from pathlib import Path
 
-import psutil
 import pytest
 import torch
-import yaml
+from offline_runs import BETA, END, PADDING, WORDS, Run, make_data, read, train
 from safetensors.torch import load_file, save_file
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    LlamaConfig,
-    LlamaForCausalLM,
-    PreTrainedTokenizerFast,
-)
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from buffer.experiment import load
 from launch.resuming import check_checkpoint
@@ -34,140 +19,17 @@ from learner.offline.config import OfflineExperiment
 
 pytestmark = pytest.mark.slow
 
-PROGRAM = Path(__file__).with_name("offline_jobs.py")
-WORDS = ["<end>", "?", *"abcdefghijklmnop"]
-END = 0
-PADDING = WORDS.index("?")
 LEARNED = {"sft": (120, 1e-2), "reward": (40, 5e-3), "dpo": (25, 2e-3)}
 """Steps and learning rate with which a stage learns its made task."""
-BETA = 0.5
 LORA = {"rank": 3, "alpha": 12, "modules": ["q_proj", "v_proj", "o_proj", "gate_proj", "down_proj"]}
 COMPARED = ("loss", "grad_norm", "accuracy", "margin", "eval/loss", "eval/margin", "examples", "tokens")
 
 
-class Run:
-    """One run's folder: what it is to do, and what it did."""
-
-    def __init__(self, folder, data, kind, *, kill_at=None, steps=4, lr=2e-3, layout=None, **learner):
-        self.folder, self.kind, self.kill_at = folder, kind, kill_at
-        layout = {"tensor": 1, "pipeline": 1, "distributed_optimizer": False, **(layout or {})}
-        stage = {"kind": kind} | ({"beta": BETA} if kind == "dpo" else {})
-        rows = "taught" if kind == "sft" else "preferences"
-        self.experiment = {
-            "name": "offline",
-            "run_dir": str(folder / "run"),
-            "model": {"path": str(data / "model"), "dtype": "float32", "max_length": 32},
-            "data": {"train": {"kind": "jsonl", "path": str(data / f"{rows}.jsonl")}},
-            "stage": stage,
-            "learner": {
-                "steps": steps,
-                "batch_size": 8,
-                "tokens_per_microbatch": 64,
-                "threads": 1,
-                "processes": layout["tensor"] * layout["pipeline"],
-                "parallel": layout,
-                "optimizer": {"lr": lr, "schedule": "cosine", "warmup_steps": 2},
-                "checkpoint": {"every": 2, "keep": 2},
-                **({"ema": {"decay": 0.5}} if kind == "dpo" else {}),
-                **learner,
-            },
-            "eval": {"source": {"kind": "jsonl", "path": str(data / f"{rows}-held-out.jsonl")}},
-            "logging": {"tensorboard": False},
-        }
-
-    def job(self):
-        self.folder.mkdir(parents=True, exist_ok=True)
-        config = self.folder / "config.yaml"
-        config.write_text(yaml.safe_dump(self.experiment))
-        return {"config": str(config), "log": str(self.folder / "log"), "kill_at": self.kill_at}
-
-    @property
-    def rows(self):
-        return [json.loads(line) for line in (self.folder / "run/metrics.jsonl").read_text().splitlines()]
-
-    @property
-    def log(self):
-        return (self.folder / "log-0.txt").read_text()
-
-    @property
-    def model(self):
-        return self.folder / "run" / "model"
-
-
-def train(ranks, runs, killed=False):
-    """Make the runs one after the other in one start of so many processes."""
-    jobs = runs[0].folder.with_name(f"jobs-{runs[0].folder.name}.json")
-    jobs.parent.mkdir(parents=True, exist_ok=True)
-    jobs.write_text(json.dumps([run.job() for run in runs]))
-    start = [sys.executable]
-    if ranks > 1:
-        start += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    done = subprocess.run(
-        [*start, str(PROGRAM), str(jobs)],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert (done.returncode != 0) == killed, done.stdout[-6000:]
-
-
-def answer(prompt):
-    """What SFT teaches: two words that name the prompt's last letter."""
-    return {"a": "e i", "b": "f j", "c": "g k", "d": "h l"}[prompt[-1]]
-
-
-def preference(chance):
-    """A prompt with three responses, the better the more often its first letter comes; scores below 1."""
-    prompt = " ".join(chance.choices(WORDS[6:], k=3))
-    responses = [" ".join(chance.choices(WORDS[2:6], k=chance.randint(3, 6))) for _ in range(3)]
-    return {"prompt": prompt, "response": responses, "score": [r.count("a") / 10 for r in responses]}
-
-
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
-    """A made Llama with its tokenizer, and rows to teach it."""
     folder = tmp_path_factory.mktemp("offline")
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=len(WORDS),
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=END,
-        pad_token_id=END,
-        dtype="float32",
-    )
-    LlamaForCausalLM(config).save_pretrained(folder / "model")
-    words = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="?"))
-    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()  # type: ignore[assignment]
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<end>", pad_token="<end>")
-    tokenizer.save_pretrained(folder / "model")
-    chance = random.Random(0)
-    prompts = [f"{a} {b}" for a, b in itertools.permutations("abcd", 2)]
-    taught = [{"prompt": p, "response": answer(p)} for p in prompts]
-    write(folder / "taught.jsonl", taught)
-    write(folder / "taught-held-out.jsonl", taught[:5])
-    tied = {"prompt": "e f", "response": ["a b", "c d"], "score": [0.5, 0.5]}
-    long = {"prompt": "e " * 20, "response": ["a " * 20, "b"], "score": [1, 0]}
-    write(folder / "preferences.jsonl", [*(preference(chance) for _ in range(160)), tied, long])
-    write(folder / "preferences-held-out.jsonl", [preference(chance) for _ in range(40)])
+    make_data(folder)
     return folder
-
-
-def write(path, rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-
-def read(path):
-    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 @pytest.fixture(scope="module")
@@ -395,147 +257,3 @@ def test_a_stage_that_measures_from_its_start_does_not_go_on_from_other_weights(
     moved = experiment.model_copy(update={"model": experiment.model.model_copy(update={"path": str(other)})})
     with pytest.raises(ValueError, match=f"started from other weights than {other} has now"):
         check_checkpoint(moved)
-
-
-def test_the_command_tells_a_bad_row_by_its_place_and_once_mended_trains_to_a_report(data, tmp_path):
-    run = Run(tmp_path / "command", data, "reward", steps=2)
-    rows = tmp_path / "rows.jsonl"
-    run.experiment["data"]["train"]["path"] = str(rows)
-    good = {"prompt": "a", "response": ["b", "c"], "score": [1, 0]}
-    command = [str(Path(sys.executable).with_name("slipstream")), "reward", run.job()["config"]]
-
-    def slipstream():
-        return subprocess.run(command, capture_output=True, text=True, timeout=120)
-
-    write(rows, [good, good | {"score": ["x", 0]}])
-    bad = slipstream()
-    assert bad.returncode == 1, bad.stdout
-    assert "rows.jsonl:2" in bad.stdout
-    assert "Traceback" not in bad.stdout
-    write(rows, [good] * 8)
-    done = slipstream()
-    assert done.returncode == 0, done.stdout
-    assert "step 2 of 2: loss" in done.stdout
-    assert (run.folder / "run/report/loss.png").exists()
-    assert not (run.folder / "run/samples.jsonl").exists(), "it made no completions"
-    assert slipstream().stdout.startswith("offline (reward)"), "finished: nothing is trained again"
-
-
-def test_a_stage_whose_rows_teach_nothing_is_no_success(data, tmp_path):
-    run = Run(tmp_path / "tied", data, "reward", steps=2)
-    rows = tmp_path / "rows.jsonl"
-    run.experiment["data"]["train"]["path"] = str(rows)
-    write(rows, [{"prompt": "a", "response": ["b", "c"], "score": [1, 1]}] * 8)
-    command = [str(Path(sys.executable).with_name("slipstream")), "reward", run.job()["config"]]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert ended.returncode == 1, ended.stdout
-    assert "not one of 2 steps changed the weights" in ended.stdout
-    assert "Traceback" not in ended.stdout
-    assert not (run.folder / "run/model").exists()
-
-
-def slipstream(run):
-    kind = run.experiment["stage"]["kind"]
-    command = [str(Path(sys.executable).with_name("slipstream")), kind, run.job()["config"]]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120)
-
-
-@pytest.mark.long
-def test_a_finished_stage_goes_on_for_more_epochs_evaluates_and_exports_when_asked_to_later(data, tmp_path):
-    run = Run(tmp_path / "more", data, "sft", steps=None, batch_size=4, checkpoint={"export": False})
-    few = tmp_path / "few.jsonl"
-    write(few, read(data / "taught.jsonl")[:10])
-    run.experiment["data"] = {"train": {"kind": "jsonl", "path": str(few)}, "epochs": 1}
-    run.experiment["eval"] = None
-    run.experiment["learner"]["optimizer"] = {"lr": 0.01, "schedule": "linear"}
-    assert slipstream(run).returncode == 0
-    assert [(r["step"], r["examples"]) for r in run.rows] == [(1, 4), (2, 4), (3, 2)]
-    assert not run.model.exists()
-    run.experiment["data"]["epochs"] = 2
-    done = slipstream(run)
-    assert done.returncode == 0, done.stdout
-    assert [(r["step"], r["examples"]) for r in run.rows[3:]] == [(4, 4), (5, 4), (6, 2)]
-    rates = [r["lr"] for r in run.rows[3:]]
-    assert rates == pytest.approx([0.005, 0.01 / 3, 0.005 / 3]), "by all six"
-    run.experiment["learner"]["checkpoint"] = {"export": True}
-    assert slipstream(run).returncode == 0
-    exported = run.model / "model.safetensors"
-    made = exported.stat().st_mtime_ns
-    run.experiment["eval"] = {"source": {"kind": "jsonl", "path": str(few)}}
-    done = slipstream(run)
-    assert done.returncode == 0, done.stdout
-    assert run.rows[-1]["step"] == 6
-    assert run.rows[-1]["examples"] == 2, "what training wrote of it is still there"
-    assert run.rows[-1]["eval/loss"] > 0
-    again = exported.stat().st_mtime_ns
-    assert again > made
-    assert slipstream(run).returncode == 0
-    assert exported.stat().st_mtime_ns == again, "nothing is left to do"
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(("first", "fails"), [([1, 1], True), ([1, 0], False)])
-def test_whether_anything_was_trained_counts_over_stops(data, tmp_path, first, fails):
-    """The rows behind the stop teach nothing, those of the first step before it may have."""
-    run = Run(tmp_path / "stopped", data, "reward", steps=3, batch_size=4, checkpoint={"every": 1})
-    rows = tmp_path / "rows.jsonl"
-    row = {"prompt": "a", "response": ["b", "c"]}
-    write(rows, [row | {"score": first}] * 4 + [row | {"score": [1, 1]}] * 8)
-    run.experiment["data"] = {"train": {"kind": "jsonl", "path": str(rows)}, "shuffle": False}
-    run.kill_at = 3
-    train(1, [run], killed=True)
-    ended = slipstream(run)
-    assert ended.returncode == int(fails), ended.stdout
-    assert ("not one of 3 steps changed the weights" in ended.stdout) == fails
-    assert run.model.exists() != fails
-
-
-def test_a_killed_rank_is_told_in_lines_and_not_by_the_others_traceback(data, tmp_path):
-    run = Run(tmp_path / "lost", data, "sft", steps=100_000)
-    run.experiment["learner"]["processes"] = 2
-    command = [str(Path(sys.executable).with_name("slipstream")), "sft", run.job()["config"]]
-    with (tmp_path / "told").open("wb") as told:
-        stage = subprocess.Popen(command, stdout=told, stderr=told)
-    rows = run.folder / "run/metrics.jsonl"
-    while not rows.exists() or rows.read_bytes().count(b"\n") < 3:
-        assert stage.poll() is None, (tmp_path / "told").read_text()
-        time.sleep(0.1)
-    ranks = [
-        p for p in psutil.Process(stage.pid).children(recursive=True) if "learner.offline" in p.cmdline()
-    ]
-    (victim,) = (p for p in ranks if p.environ().get("RANK") == "1")
-    victim.kill()
-    assert stage.wait(60) == 1
-    output = (tmp_path / "told").read_text()
-    assert "rank 1 was ended by SIGKILL" in output
-    assert "its other ranks are not heard any more" in output
-    assert "Traceback" not in output
-
-
-def test_ranks_that_find_other_rows_than_each_other_train_on_none(data, tmp_path):
-    run = Run(tmp_path / "apart", data, "sft")
-    run.experiment["learner"]["processes"] = 2
-    run.experiment["data"]["train"] = {"kind": "function", "path": "own_functions:rows_of_each_rank"}
-    command = [str(Path(sys.executable).with_name("slipstream")), "sft", run.job()["config"]]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=Path(__file__).parent)
-    assert ended.returncode == 1, ended.stdout
-    assert "data.train: not every rank found the same rows" in ended.stdout
-    assert "Traceback" not in ended.stdout
-
-
-def test_a_rank_that_is_told_to_stop_alone_leaves_no_finished_stage(data, tmp_path):
-    run = Run(tmp_path / "told", data, "sft", steps=100_000)
-    command = [str(Path(sys.executable).with_name("slipstream")), "sft", run.job()["config"]]
-    with (tmp_path / "output").open("wb") as output:
-        stage = subprocess.Popen(command, stdout=output, stderr=output)
-    rows = run.folder / "run/metrics.jsonl"
-    while not rows.exists() or rows.read_bytes().count(b"\n") < 3:
-        assert stage.poll() is None, (tmp_path / "output").read_text()
-        time.sleep(0.1)
-    (rank,) = (
-        p for p in psutil.Process(stage.pid).children(recursive=True) if p.environ().get("RANK") == "0"
-    )
-    rank.terminate()
-    assert stage.wait(60) == 1
-    assert "before the stage was finished" in (tmp_path / "output").read_text()
-    assert not run.model.exists()
