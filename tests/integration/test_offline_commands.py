@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import time
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
@@ -27,21 +28,26 @@ def slipstream(run, **where):
     return subprocess.run(command(run), capture_output=True, text=True, timeout=120, **where)
 
 
+@contextmanager
 def started(run, told):
     """The stage's process, once it has made three steps; what it says goes to the file `told`."""
-    with told.open("wb") as output:
-        stage = subprocess.Popen(command(run), stdout=output, stderr=output)
-    rows = run.folder / "run/metrics.jsonl"
-    while not rows.exists() or rows.read_bytes().count(b"\n") < 3:
-        assert stage.poll() is None, told.read_text()
-        time.sleep(0.1)
-    return stage
+    with told.open("wb") as output, subprocess.Popen(command(run), stdout=output, stderr=output) as stage:
+        try:
+            rows = run.folder / "run/metrics.jsonl"
+            while not rows.exists() or rows.read_bytes().count(b"\n") < 3:
+                assert stage.poll() is None, told.read_text()
+                time.sleep(0.1)
+            yield stage
+        finally:
+            stage.kill()
 
 
-def ranks(stage):
-    """The stage's ranks by their number."""
+def rank(stage, number):
+    """The process of one of the stage's ranks."""
     below = psutil.Process(stage.pid).children(recursive=True)
-    return {p.environ()["RANK"]: p for p in below if "learner.offline" in p.cmdline()}
+    of_stage = (p for p in below if "learner.offline" in p.cmdline())
+    (process,) = (p for p in of_stage if p.environ().get("RANK") == str(number))
+    return process
 
 
 def test_the_command_tells_a_bad_row_by_its_place_and_once_mended_trains_to_a_report(data, tmp_path):
@@ -128,9 +134,9 @@ def test_whether_anything_was_trained_counts_over_stops(data, tmp_path, first, f
 def test_a_killed_rank_is_told_in_lines_and_not_by_the_others_traceback(data, tmp_path):
     run = Run(tmp_path / "lost", data, "sft", steps=100_000)
     run.experiment["learner"]["processes"] = 2
-    stage = started(run, tmp_path / "told")
-    ranks(stage)["1"].kill()
-    assert stage.wait(60) == 1
+    with started(run, tmp_path / "told") as stage:
+        rank(stage, 1).kill()
+        assert stage.wait(60) == 1
     output = (tmp_path / "told").read_text()
     assert "rank 1 was ended by SIGKILL" in output
     assert "its other ranks are not heard any more" in output
@@ -149,8 +155,8 @@ def test_ranks_that_find_other_rows_than_each_other_train_on_none(data, tmp_path
 
 def test_a_rank_that_is_told_to_stop_alone_leaves_no_finished_stage(data, tmp_path):
     run = Run(tmp_path / "told", data, "sft", steps=100_000)
-    stage = started(run, tmp_path / "output")
-    ranks(stage)["0"].terminate()
-    assert stage.wait(60) == 1
+    with started(run, tmp_path / "output") as stage:
+        rank(stage, 0).terminate()
+        assert stage.wait(60) == 1
     assert "before the stage was finished" in (tmp_path / "output").read_text()
     assert not run.model.exists()
